@@ -1,0 +1,464 @@
+// Package coord gives Go programs coordination on the SQL database that they
+// already run, instead of an etcd, ZooKeeper or Redis beside it.
+//
+// [New] takes a [*sql.DB] and a [Dialect] and makes a [Coord]; each primitive is a
+// store made from it:
+//
+//   - [Coord.Leases]: partitions of a group, each leased to one owner for a time,
+//     with an epoch that fences off former owners
+//   - [Coord.Members]: which nodes of a service are alive
+//
+// Expired means expiry <= now, and the database's clock says what now is, so
+// clocks of the nodes need not agree. See [Config.Clock] for the exception.
+//
+// No lock is safe without a fence: a process can be stopped for longer than its
+// lease lasts and not notice. Guard, which every primitive has, checks inside the
+// caller's own transaction that the lease is still held, and keeps it held until
+// the transaction ends. Use it wherever what is protected lives in the same
+// database, and check the fencing token where it does not.
+package coord
+
+import (
+	"context"
+	"database/sql"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"os"
+	"strings"
+	"sync"
+	"time"
+	"unicode/utf8"
+)
+
+// Errors that a caller can decide on. Those of the driver are passed on, wrapped.
+var (
+	// ErrHeld: someone else holds it and it has not expired. errors.As to a
+	// [*HeldError] tells who, as far as known.
+	ErrHeld = errors.New("held by another")
+	// ErrLost: what the caller held, or claims to hold, is not held any more.
+	ErrLost = errors.New("not held any more")
+	// ErrClosed: used after Close.
+	ErrClosed = errors.New("used after Close")
+	// ErrFormat: the tables are of a format that this version does not know, or
+	// are missing under [DDLManual].
+	ErrFormat = errors.New("tables missing or of an unknown format")
+	// ErrInvalid: a bad argument. The text says which. Nothing was sent.
+	ErrInvalid = errors.New("invalid argument")
+)
+
+// HeldError is an [ErrHeld] that knows the holder.
+type HeldError struct {
+	What      string    // what was asked for, such as "lease jobs/3"
+	Owner     string    // its holder; "" if a rival won it just now and is gone again
+	ExpiresAt time.Time // when its hold ends by the clock that judges it; zero if unknown
+}
+
+func (e *HeldError) Error() string {
+	if e.Owner == "" {
+		return fmt.Sprintf("coord: %s: %v", e.What, ErrHeld)
+	}
+	return fmt.Sprintf("coord: %s: %v: %s until %s", e.What, ErrHeld, e.Owner, e.ExpiresAt.Format(time.RFC3339Nano))
+}
+
+// Is makes a HeldError an [ErrHeld].
+func (e *HeldError) Is(target error) bool { return target == ErrHeld }
+
+// DBTX is what a statement needs of a transaction: a [*sql.Tx], or what wraps one.
+type DBTX interface {
+	ExecContext(ctx context.Context, query string, args ...any) (sql.Result, error)
+	QueryContext(ctx context.Context, query string, args ...any) (*sql.Rows, error)
+	QueryRowContext(ctx context.Context, query string, args ...any) *sql.Row
+}
+
+// DDL says who makes the tables.
+type DDL int
+
+const (
+	DDLAuto   DDL = iota // coord makes a table on its first use
+	DDLManual            // coord only checks; see [Coord.Schema]
+)
+
+// Config configures a [Coord]. Its zero value is ready to use.
+type Config struct {
+	// Schema is the schema of the tables, which must exist; "" is the
+	// connection's own (Postgres: the first of its search_path).
+	Schema string
+	// Prefix is put before every table name; "" is "coord_".
+	Prefix string
+	// Owner names this process where a caller gives no name of its own; "" is
+	// host-pid-random, unique per Coord.
+	Owner string
+	// Clock judges expiry in place of the database's clock if it is not nil. It
+	// must then be the same clock, to well under a TTL, in every process.
+	Clock func() time.Time
+	// DDL is DDLAuto by default.
+	DDL DDL
+	// NoPrepare sends statements unprepared, as PgBouncer before 1.21 needs in
+	// transaction mode.
+	NoPrepare bool
+	// Timeout bounds each statement that coord sends on its own account, and how
+	// long a stuck driver is waited for; 0 is 5 s.
+	Timeout time.Duration
+	// Logger gets failures in the background; nil discards them.
+	Logger *slog.Logger
+}
+
+// Coord is coordination on one database. It is safe for concurrent use. Close it
+// before the *sql.DB.
+type Coord struct {
+	db      *sql.DB
+	dialect Dialect
+	cfg     Config
+	names   names
+	format  formatStore
+	leases  LeaseStore
+	members MemberStore
+	tables  []*table // of every primitive that the dialect supports
+	session *session // carries leases and members
+
+	life     context.Context // ends with Close
+	end      context.CancelCauseFunc
+	closing  sync.Once
+	mu       sync.Mutex
+	prepared sync.Map       // *sql.Stmt on the pool, by text
+	busy     sync.WaitGroup // operations and undos under way; added to under mu, until life ends
+}
+
+// New returns a Coord on db. It does no I/O. It returns [ErrInvalid] for a
+// configuration or a dialect that can't work.
+func New(db *sql.DB, d Dialect, cfg Config) (*Coord, error) {
+	if db == nil || d == nil {
+		return nil, fmt.Errorf("coord: %w", invalid("the *sql.DB or the dialect is nil"))
+	}
+	if err := cfg.complete(); err != nil {
+		return nil, fmt.Errorf("coord: %w", err)
+	}
+	c := &Coord{db: db, dialect: d, cfg: cfg, names: names{cfg.Schema, cfg.Prefix}}
+	if err := first(c.names.validate(), c.format.load(c), c.leases.load(c), c.members.load(c)); err != nil {
+		return nil, err
+	}
+	c.session = newSession(c)
+	c.life, c.end = context.WithCancelCause(context.Background())
+	return c, nil
+}
+
+// complete validates cfg and fills in the defaults.
+func (cfg *Config) complete() error {
+	if cfg.Prefix == "" {
+		cfg.Prefix = "coord_"
+	}
+	if cfg.Owner == "" {
+		cfg.Owner = uniqueOwner()
+	}
+	if cfg.Logger == nil {
+		cfg.Logger = slog.New(slog.DiscardHandler)
+	}
+	if cfg.DDL != DDLAuto && cfg.DDL != DDLManual {
+		return invalid("DDL is %d", cfg.DDL)
+	}
+	if cfg.Timeout < 0 {
+		return invalid("Timeout is %s", cfg.Timeout)
+	}
+	if cfg.Timeout == 0 {
+		cfg.Timeout = 5 * time.Second
+	}
+	return checkText("Owner", cfg.Owner)
+}
+
+// uniqueOwner is host-pid-random: a host name alone is no identity.
+func uniqueOwner() string {
+	host, err := os.Hostname()
+	if err != nil || checkText("host", host) != nil {
+		host = "host"
+	}
+	return fmt.Sprintf("%s-%d-%016x", host, os.Getpid(), rand.Uint64())
+}
+
+// Owner is the name of this process: [Config.Owner] or its default.
+func (c *Coord) Owner() string { return c.cfg.Owner }
+
+// Leases returns the store of leases.
+func (c *Coord) Leases() *LeaseStore { return &c.leases }
+
+// Members returns the store of members.
+func (c *Coord) Members() *MemberStore { return &c.members }
+
+// Purge deletes rows that have been expired for longer than age, by the clock that
+// judges expiry, and says how many. It never touches a lease's epoch. It passes
+// over tables that are not there.
+func (c *Coord) Purge(ctx context.Context, age time.Duration) (int64, error) {
+	if age < 0 {
+		return 0, wrap("purge", invalid("age %s is negative", age))
+	}
+	ctx, done, err := c.begin(ctx)
+	if err != nil {
+		return 0, wrap("purge", err)
+	}
+	defer done()
+	var deleted int64
+	for _, t := range c.tables {
+		n, err := c.purge(ctx, t, age)
+		deleted += n
+		if err != nil {
+			return deleted, wrap("purge "+t.name, err)
+		}
+	}
+	return deleted, nil
+}
+
+func (c *Coord) purge(ctx context.Context, t *table, age time.Duration) (int64, error) {
+	if t.purge == "" {
+		return 0, nil
+	}
+	if missing, err := c.missing(ctx, t); err != nil || missing {
+		return 0, err
+	}
+	return retry(ctx, c, func() (int64, error) {
+		return onSession(ctx, c.session, func(ctx context.Context, conn *pinned) (int64, error) {
+			return conn.exec(ctx, t.purge, micros(age), c.now())
+		})
+	})
+}
+
+// Close ends everything that was made from c and gives its connections back to
+// the pool; it does not close the *sql.DB. Operations under way end, those that
+// wait with [ErrClosed]; it takes no longer than a few times [Config.Timeout].
+// It returns nil and may be called again.
+func (c *Coord) Close() error {
+	c.closing.Do(func() {
+		c.mu.Lock()
+		c.end(ErrClosed)
+		c.mu.Unlock()
+		c.busy.Wait()
+		c.session.close()
+		c.prepared.Range(func(_, stmt any) bool { stmt.(*sql.Stmt).Close(); return true })
+	})
+	return nil
+}
+
+// begin admits one operation: not after Close, and not on a context that has
+// ended. The context it returns also ends when Close is called; done must be
+// called at the end.
+func (c *Coord) begin(ctx context.Context) (_ context.Context, done func(), err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.life.Err() != nil {
+		return nil, nil, ErrClosed
+	}
+	if ctx.Err() != nil {
+		return nil, nil, ended(ctx)
+	}
+	c.busy.Add(1)
+	ctx, cancel := context.WithCancelCause(ctx)
+	stop := context.AfterFunc(c.life, func() { cancel(ErrClosed) })
+	return ctx, func() { stop(); cancel(nil); c.busy.Done() }, nil
+}
+
+// detach is the context of a release: it goes through whatever becomes of ctx, for
+// no longer than [Config.Timeout].
+func (c *Coord) detach(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(context.WithoutCancel(ctx), c.cfg.Timeout)
+}
+
+// onTable is one operation of a primitive: it runs do on the pinned session, again
+// where the database asks for it, once the primitive's table is there.
+func onTable[T any](ctx context.Context, c *Coord, t *table, do func(context.Context, *pinned) (T, error)) (T, error) {
+	var none T
+	ctx, done, err := c.begin(ctx)
+	if err != nil {
+		return none, err
+	}
+	defer done()
+	if err := c.ensure(ctx, t); err != nil {
+		return none, err
+	}
+	return retry(ctx, c, func() (T, error) { return onSession(ctx, c.session, do) })
+}
+
+// prepare readies statements on the pool, so that they take one round trip inside
+// callers' transactions: there a second connection can't be waited for.
+func (c *Coord) prepare(ctx context.Context, texts []string) error {
+	if c.cfg.NoPrepare {
+		return nil
+	}
+	for _, text := range texts {
+		stmt, err := c.db.PrepareContext(ctx, text)
+		if err != nil {
+			return fmt.Errorf("prepare: %w", err)
+		}
+		c.prepared.Store(text, stmt)
+	}
+	return nil
+}
+
+// guard runs a guard statement in tx and returns [ErrLost] if it finds no row.
+func (c *Coord) guard(ctx context.Context, tx DBTX, t *table, text string, args ...any) error {
+	switch {
+	case t == nil:
+		return fmt.Errorf("dialect %s: %w", c.dialect.Name(), errors.ErrUnsupported)
+	case c.life.Err() != nil:
+		return ErrClosed
+	case ctx.Err() != nil:
+		return ended(ctx)
+	}
+	var held bool
+	err := c.inTx(ctx, tx, text, args...).Scan(&held)
+	if errors.Is(err, sql.ErrNoRows) {
+		return ErrLost
+	}
+	return err
+}
+
+// inTx runs a statement in the caller's transaction, prepared if it has been
+// prepared on the pool and tx can use that.
+func (c *Coord) inTx(ctx context.Context, tx DBTX, text string, args ...any) *sql.Row {
+	stmt, ready := c.prepared.Load(text)
+	on, able := tx.(interface {
+		StmtContext(context.Context, *sql.Stmt) *sql.Stmt
+	})
+	if ready && able {
+		return on.StmtContext(ctx, stmt.(*sql.Stmt)).QueryRowContext(ctx, args...)
+	}
+	return tx.QueryRowContext(ctx, text, args...)
+}
+
+// now is the time parameter of a statement that is about to be sent: nil for the
+// database's own clock.
+func (c *Coord) now() any {
+	if c.cfg.Clock == nil {
+		return nil
+	}
+	return c.cfg.Clock().UnixMicro()
+}
+
+// retry calls do again while the database asks for it. Ten attempts outlast any
+// deadlock; more would hide a database that is stuck.
+func retry[T any](ctx context.Context, c *Coord, do func() (T, error)) (T, error) {
+	for attempt := 1; ; attempt++ {
+		result, err := do()
+		if err == nil || attempt == 10 || c.dialect.Classify(err) != FailureRetry {
+			return result, err
+		}
+		select {
+		case <-ctx.Done():
+			return result, err
+		case <-time.After(backoff(attempt)):
+		}
+	}
+}
+
+// undo frees in the background what an acquisition may have been granted although
+// its reply was lost. free reports whether it found the grant; until then it is
+// tried again, since the server may still be at work on the acquisition, for no
+// longer than [Config.Timeout]. It must be called while an operation is under way.
+func (c *Coord) undo(what string, free func(context.Context) (bool, error)) {
+	c.busy.Go(func() {
+		ctx, cancel := context.WithTimeout(context.Background(), c.cfg.Timeout)
+		defer cancel()
+		for attempt := 5; ; attempt++ {
+			last := c.life.Err() != nil
+			found, err := free(ctx)
+			if found || last || ctx.Err() != nil {
+				if err != nil {
+					c.cfg.Logger.Warn("coord: a grant whose reply was lost is left to its TTL", "what", what, "error", err)
+				}
+				return
+			}
+			select {
+			case <-c.life.Done(): // Once more, at once.
+			case <-ctx.Done():
+			case <-time.After(backoff(attempt)):
+			}
+		}
+	})
+}
+
+const (
+	maxText = 1024
+	maxTTL  = 10 * 365 * 24 * time.Hour
+)
+
+// wrap says what was attempted.
+func wrap(what string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("coord: %s: %w", what, err)
+}
+
+// micros is a duration as it is sent, rounded up: a holder trusts what it asked for.
+func micros(d time.Duration) int64 {
+	if d%time.Microsecond > 0 {
+		return d.Microseconds() + 1
+	}
+	return d.Microseconds()
+}
+
+// jsonList is a list as it is sent.
+func jsonList[T any](list []T) string {
+	text, err := json.Marshal(list)
+	if err != nil {
+		panic(err) // strings and integers do not fail
+	}
+	return string(text)
+}
+
+func invalid(format string, args ...any) error {
+	return fmt.Errorf("%w: %s", ErrInvalid, fmt.Sprintf(format, args...))
+}
+
+// first returns the first error that is not nil.
+func first(errs ...error) error {
+	for _, err := range errs {
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// checkText refuses text that is empty or that checkOptional refuses.
+func checkText(name, text string) error {
+	if text == "" {
+		return invalid("%s is empty", name)
+	}
+	return checkOptional(name, text)
+}
+
+// checkOptional refuses text that a database can't keep as it is.
+func checkOptional(name, text string) error {
+	switch {
+	case len(text) > maxText:
+		return invalid("%s has %d bytes, over %d", name, len(text), maxText)
+	case !utf8.ValidString(text):
+		return invalid("%s is not valid UTF-8", name)
+	case strings.ContainsRune(text, 0):
+		return invalid("%s holds a NUL", name)
+	}
+	return nil
+}
+
+// checkTx refuses what is no transaction: a guard would end with its statement.
+func checkTx(tx DBTX) error {
+	switch tx := tx.(type) {
+	case nil:
+		return invalid("tx is nil")
+	case *sql.Tx:
+		if tx == nil {
+			return invalid("tx is nil")
+		}
+	case *sql.DB:
+		return invalid("tx is a *sql.DB, not a transaction")
+	}
+	return nil
+}
+
+func checkTTL(ttl time.Duration) error {
+	if ttl < time.Millisecond || ttl > maxTTL {
+		return invalid("ttl %s is not between %s and %s", ttl, time.Millisecond, maxTTL)
+	}
+	return nil
+}

@@ -1,0 +1,230 @@
+package integration
+
+import (
+	"database/sql"
+	"fmt"
+	"os"
+	"path/filepath"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	_ "github.com/jackc/pgx/v5/stdlib"
+	_ "github.com/lib/pq"
+	"go.uber.org/goleak"
+	_ "modernc.org/sqlite"
+
+	"github.com/seed-4c80c132/coord"
+	"github.com/seed-4c80c132/coord/integration/testdb"
+)
+
+func TestMain(m *testing.M) { os.Exit(testdb.Main(m)) }
+
+// engine is one way to reach a database: an engine and a driver.
+type engine struct {
+	name    string
+	driver  string
+	dialect coord.Dialect
+	dsn     func(testing.TB) string // of a database of the test's own
+}
+
+var engines = []engine{
+	{"sqlite-memory", "sqlite", coord.SQLite, memoryDSN},
+	{"sqlite-file", "sqlite", coord.SQLite, fileDSN},
+	{"postgres-pq", "postgres", coord.Postgres, testdb.Postgres},
+	{"postgres-pgx", "pgx", coord.Postgres, testdb.Postgres},
+}
+
+func (e engine) postgres() bool { return e.dialect == coord.Postgres }
+
+var memories atomic.Int64
+
+// memoryDSN names a database in memory that all connections of the process share.
+func memoryDSN(testing.TB) string {
+	return fmt.Sprintf("file:/coord-%d?vfs=memdb&_pragma=busy_timeout(10000)", memories.Add(1))
+}
+
+func fileDSN(t testing.TB) string {
+	return "file:" + filepath.Join(t.TempDir(), "coord.db") + "?_pragma=busy_timeout(10000)&_pragma=journal_mode(WAL)&_pragma=synchronous(OFF)"
+}
+
+// env is one database that a test has to itself, and the clock that judges expiry
+// there.
+type env struct {
+	engine
+	url   string
+	clock *clock // nil: the database's
+	db    *sql.DB
+}
+
+// each runs test on every engine, with the database's clock and with a given one.
+func each(t *testing.T, test func(*testing.T, *env)) {
+	for _, e := range engines {
+		t.Run(e.name+"/database-clock", func(t *testing.T) { test(t, newEnv(t, e, nil)) })
+		t.Run(e.name+"/given-clock", func(t *testing.T) { test(t, newEnv(t, e, newClock())) })
+	}
+}
+
+// eachEngine runs test on every engine with the database's clock.
+func eachEngine(t *testing.T, test func(*testing.T, *env)) {
+	for _, e := range engines {
+		t.Run(e.name, func(t *testing.T) { test(t, newEnv(t, e, nil)) })
+	}
+}
+
+// eachPostgres is eachEngine without SQLite.
+func eachPostgres(t *testing.T, test func(*testing.T, *env)) {
+	for _, e := range engines {
+		if e.postgres() {
+			t.Run(e.name, func(t *testing.T) { test(t, newEnv(t, e, nil)) })
+		}
+	}
+}
+
+// newEnv also makes sure that the test leaves no goroutine behind.
+func newEnv(t testing.TB, e engine, clock *clock) *env {
+	t.Helper()
+	env := &env{engine: e, clock: clock, url: e.dsn(t)}
+	before := goleak.IgnoreCurrent()
+	t.Cleanup(func() { goleak.VerifyNone(t, before) })
+	env.db = env.open(t)
+	return env
+}
+
+// open returns another pool on the same database. No connection of it may be in
+// use when the test is over.
+func (e *env) open(t testing.TB) *sql.DB {
+	t.Helper()
+	db, err := sql.Open(e.driver, e.url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		// A caller who left while it waited for one hands it back a moment later.
+		eventually(t, "every borrowed connection is given back", func() bool { return db.Stats().InUse == 0 })
+		if err := db.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return db
+}
+
+func (e *env) config() coord.Config {
+	var cfg coord.Config
+	if e.clock != nil {
+		cfg.Clock = e.clock.Now
+	}
+	return cfg
+}
+
+// coord returns a Coord on the environment's pool.
+func (e *env) coord(t testing.TB) *coord.Coord {
+	t.Helper()
+	return newCoord(t, e.db, e.dialect, e.config())
+}
+
+func newCoord(t testing.TB, db *sql.DB, d coord.Dialect, cfg coord.Config) *coord.Coord {
+	t.Helper()
+	c, err := coord.New(db, d, cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return c
+}
+
+// exec runs statements that are not coord's.
+func (e *env) exec(t testing.TB, query string, args ...any) {
+	t.Helper()
+	if _, err := e.db.Exec(query, args...); err != nil {
+		t.Fatalf("%s: %v", query, err)
+	}
+}
+
+// scan reads one row with a statement that is not coord's.
+func (e *env) scan(t testing.TB, query string, to ...any) {
+	t.Helper()
+	if err := e.db.QueryRow(query).Scan(to...); err != nil {
+		t.Fatalf("%s: %v", query, err)
+	}
+}
+
+// now reads the clock that judges expiry.
+func (e *env) now(t testing.TB) time.Time {
+	t.Helper()
+	if e.clock != nil {
+		return e.clock.Now()
+	}
+	query := "SELECT CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000"
+	if e.postgres() {
+		query = "SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint"
+	}
+	var micros int64
+	e.scan(t, query, &micros)
+	return time.UnixMicro(micros)
+}
+
+// tick is how much longer than its TTL a grant may last: SQLite's clock counts
+// milliseconds.
+func (e *env) tick() time.Duration {
+	if e.clock != nil || e.postgres() {
+		return 0
+	}
+	return time.Millisecond
+}
+
+// ttl is long enough for what a test does while the lease is live, and short
+// enough to wait for.
+func (e *env) ttl() time.Duration {
+	if e.clock != nil {
+		return 30 * time.Second
+	}
+	return 300 * time.Millisecond
+}
+
+// pass lets the clock that judges expiry reach at: exactly, if it is a given one.
+func (e *env) pass(t testing.TB, at time.Time) {
+	t.Helper()
+	if e.clock != nil {
+		e.clock.set(at)
+		return
+	}
+	eventually(t, "the database's clock passes "+at.String(), func() bool { return !e.now(t).Before(at) })
+}
+
+// eventually waits for a condition.
+func eventually(t testing.TB, what string, holds func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(30 * time.Second); !holds(); time.Sleep(2 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("waited in vain: %s", what)
+		}
+	}
+}
+
+// clock is a clock that stands still until it is set.
+type clock struct {
+	mu  sync.Mutex
+	now time.Time
+}
+
+func newClock() *clock {
+	return &clock{now: time.Date(2031, 5, 17, 10, 30, 0, 123456000, time.UTC)}
+}
+
+func (c *clock) Now() time.Time {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.now
+}
+
+func (c *clock) set(to time.Time) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.now = to
+}

@@ -1,0 +1,157 @@
+// Package testdb gives tests a real Postgres server, and each test a database
+// of its own on it.
+//
+// The server is the first of these that can be had:
+//
+//  1. COORD_TEST_DSN, a postgres:// URL of a server that runs already, whose
+//     user may create databases;
+//  2. a container of COORD_TEST_IMAGE (postgres:17-alpine unless set; "none"
+//     skips Docker), started through dockertest;
+//  3. the server programs of this machine, run in a temporary directory.
+//
+// With none of them, tests that ask for Postgres are skipped; with CI=true they
+// fail. COORD_TEST_DOCKER=required makes the second way the only one.
+//
+// A package that uses testdb has this, or its server outlives the tests:
+//
+//	func TestMain(m *testing.M) { os.Exit(testdb.Main(m)) }
+package testdb
+
+import (
+	"context"
+	"crypto/rand"
+	"database/sql"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/lib/pq"
+)
+
+// stateTimeout bounds one CREATE or DROP DATABASE. Both can wait for a
+// checkpoint, which takes long on a busy machine.
+const stateTimeout = time.Minute
+
+// shared is the one server of this process.
+var shared struct {
+	once   sync.Once
+	server atomic.Pointer[server] // Source doesn't wait for once.
+	err    error
+}
+
+// Main runs the tests and then stops the server that they started, whether they
+// passed or not. It returns the code to exit with.
+func Main(m *testing.M) int {
+	go stopOnSignal()
+	code := m.Run()
+	if err := stop(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return max(code, 1)
+	}
+	return code
+}
+
+// Postgres creates an empty database, dropped when tb ends, and returns its
+// postgres:// URL. The first call of a process starts the server. It is safe to
+// call from parallel tests.
+func Postgres(tb testing.TB) string {
+	tb.Helper()
+	srv := use(tb)
+	name := "coord_test_" + strings.ToLower(rand.Text())
+	// template0: nobody can be connected to it, and CREATE DATABASE fails while
+	// anybody is connected to its template.
+	err := srv.exec(tb.Context(), "CREATE DATABASE "+pq.QuoteIdentifier(name)+" TEMPLATE template0")
+	if err != nil {
+		tb.Fatalf("testdb: create database: %v", err)
+	}
+	tb.Cleanup(func() {
+		tb.Helper()
+		// Not tb.Context: it has ended by now.
+		err := srv.exec(context.Background(), "DROP DATABASE "+pq.QuoteIdentifier(name)+" WITH (FORCE)")
+		if err != nil {
+			tb.Errorf("testdb: drop database: %v", err)
+		}
+	})
+	return srv.database(name)
+}
+
+// Admin returns the postgres:// URL of the server's maintenance database, for
+// roles and settings. What a test changes there, it changes for every test.
+func Admin(tb testing.TB) string {
+	tb.Helper()
+	return use(tb).admin.String()
+}
+
+// Source says which server the tests got, such as "docker postgres:17-alpine",
+// "local PostgreSQL 15.18" or "COORD_TEST_DSN", and "none" before the first call
+// of [Postgres] or [Admin] has returned.
+func Source() string {
+	if srv := shared.server.Load(); srv != nil {
+		return srv.source
+	}
+	return "none"
+}
+
+// use returns the server, starting it for the first caller. It ends tb if there
+// is none.
+func use(tb testing.TB) *server {
+	tb.Helper()
+	// Not on tb.Context: the server outlives the test that came first.
+	shared.once.Do(func() {
+		srv, err := open(context.Background(), fromEnv(os.Getenv))
+		shared.server.Store(srv)
+		shared.err = err
+	})
+	switch {
+	case shared.err == nil:
+		return shared.server.Load()
+	case errors.Is(shared.err, errSkip):
+		tb.Skip(shared.err)
+	default:
+		tb.Fatal(shared.err)
+	}
+	return nil
+}
+
+// stop ends the server, if there is one, and keeps later tests from starting
+// another. It waits for a start under way.
+func stop() error {
+	shared.once.Do(func() { shared.err = errors.New("testdb: the tests have ended") })
+	if srv := shared.server.Load(); srv != nil {
+		return srv.stop()
+	}
+	return nil
+}
+
+// stopOnSignal cleans up after an interrupt from the keyboard, which would end
+// the process before Main gets to it.
+func stopOnSignal() {
+	c := make(chan os.Signal, 1)
+	signal.Notify(c, os.Interrupt, syscall.SIGTERM)
+	<-c
+	if err := stop(); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+	}
+	os.Exit(1)
+}
+
+// exec runs one statement in the maintenance database. It opens a connection
+// for that alone, so that a test which counts connections or goroutines sees
+// none of ours.
+func (s *server) exec(ctx context.Context, statement string) error {
+	ctx, cancel := context.WithTimeout(ctx, stateTimeout)
+	defer cancel()
+	db, err := sql.Open("postgres", s.admin.String())
+	if err != nil {
+		return err
+	}
+	_, err = db.ExecContext(ctx, statement)
+	return errors.Join(err, db.Close())
+}

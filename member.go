@@ -1,0 +1,114 @@
+package coord
+
+import (
+	"context"
+	"encoding/json"
+	"slices"
+	"time"
+)
+
+// Member is one node of a service.
+type Member struct {
+	Service string
+	Node    string
+	Address string   // where others reach it; may be empty
+	Groups  []string // sorted, without duplicates, never nil
+	// ExpiresAt is the expiry by the clock that judges it, see [Config.Clock].
+	ExpiresAt time.Time
+}
+
+// MemberStore keeps which nodes of a service are alive. Its methods are safe for
+// concurrent use; they share the pinned connection of [LeaseStore] and its rules
+// for contexts.
+type MemberStore struct {
+	c     *Coord
+	table *table
+
+	heartbeat string // (service, node, address, groups json, ttl, now) row of (expires)
+	leave     string // (service, node)
+	list      string // (service, now) rows of (node, address, groups json, expires)
+}
+
+func (s *MemberStore) load(c *Coord) error {
+	var purge string
+	ddl, ok, err := load(c.dialect, c.names, "member.sql",
+		section{"heartbeat", &s.heartbeat}, section{"leave", &s.leave}, section{"list", &s.list}, section{"purge", &purge})
+	s.c = c
+	if ok {
+		s.table = c.newTable("coord_member", ddl)
+		s.table.purge = purge
+	}
+	return err
+}
+
+// Heartbeat makes node a member of service for ttl from now, with this address and
+// these groups in place of former ones, and returns it as it is kept.
+func (s *MemberStore) Heartbeat(ctx context.Context, service, node, address string, ttl time.Duration, groups []string) (Member, error) {
+	if err := first(checkMember(service, node), checkOptional("address", address), checkTTL(ttl), checkGroups(groups)); err != nil {
+		return Member{}, wrap("heartbeat", err)
+	}
+	groups = slices.Compact(slices.Sorted(slices.Values(groups)))
+	if groups == nil {
+		groups = []string{}
+	}
+	expires, err := onTable(ctx, s.c, s.table, func(ctx context.Context, conn *pinned) (int64, error) {
+		var expires int64
+		rows, err := conn.query(ctx, s.heartbeat, service, node, address, jsonList(groups), micros(ttl), s.c.now())
+		err = scanRows(rows, err, func() error { return rows.Scan(&expires) })
+		return expires, err
+	})
+	if err != nil {
+		return Member{}, wrap("heartbeat of "+service+"/"+node, err)
+	}
+	return Member{service, node, address, groups, time.UnixMicro(expires)}, nil
+}
+
+// Leave ends the membership. That there is none is no error. It runs even if ctx
+// has ended, for at most [Config.Timeout].
+func (s *MemberStore) Leave(ctx context.Context, service, node string) error {
+	if err := checkMember(service, node); err != nil {
+		return wrap("leave", err)
+	}
+	ctx, cancel := s.c.detach(ctx)
+	defer cancel()
+	_, err := onTable(ctx, s.c, s.table, func(ctx context.Context, conn *pinned) (int64, error) {
+		return conn.exec(ctx, s.leave, service, node)
+	})
+	return wrap("leave of "+service+"/"+node, err)
+}
+
+// List returns the members of service that have not expired, ordered by node, byte
+// by byte.
+func (s *MemberStore) List(ctx context.Context, service string) ([]Member, error) {
+	if err := checkText("service", service); err != nil {
+		return nil, wrap("list members", err)
+	}
+	members, err := onTable(ctx, s.c, s.table, func(ctx context.Context, conn *pinned) ([]Member, error) {
+		var members []Member
+		rows, err := conn.query(ctx, s.list, service, s.c.now())
+		err = scanRows(rows, err, func() error {
+			m, groups, expires := Member{Service: service}, "", int64(0)
+			if err := rows.Scan(&m.Node, &m.Address, &groups, &expires); err != nil {
+				return err
+			}
+			m.ExpiresAt = time.UnixMicro(expires)
+			members = append(members, m)
+			return json.Unmarshal([]byte(groups), &members[len(members)-1].Groups)
+		})
+		return members, err
+	})
+	return members, wrap("list members of "+service, err)
+}
+
+func checkMember(service, node string) error {
+	return first(checkText("service", service), checkText("node", node))
+}
+
+func checkGroups(groups []string) error {
+	for _, group := range groups {
+		if err := checkText("group", group); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,237 @@
+package coord
+
+import (
+	"context"
+	"database/sql"
+	"database/sql/driver"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"time"
+)
+
+// session is one connection that is borrowed from the pool once and kept, so that
+// what runs on it never waits behind the application for a connection. It runs one
+// operation at a time, and fails as a connection: after a failure the connection
+// is discarded and the next operation borrows another.
+//
+// No caller's context reaches the connection: a statement that is cancelled kills
+// the connection, and everything that the server has tied to it.
+type session struct {
+	c    *Coord
+	turn chan struct{} // holds one; who has put it there owns conn
+	conn *pinned       // nil until an operation needs one
+}
+
+// pinned is a borrowed connection with the statements prepared on it.
+type pinned struct {
+	*sql.Conn
+	unprepared bool
+	prepared   map[string]*sql.Stmt
+}
+
+// unsure is the error of a statement that may have been committed all the same:
+// its reply was lost.
+type unsure struct{ error }
+
+func (u unsure) Unwrap() error { return u.error }
+
+func newSession(c *Coord) *session {
+	return &session{c: c, turn: make(chan struct{}, 1)}
+}
+
+// onSession runs do on the session's connection and returns its result. The errors
+// of do are the driver's: what the database has decided is a result. It leaves
+// at once if ctx ends before its turn has come and a connection is there; from then
+// on it waits for do, whatever becomes of ctx, but no longer than [Config.Timeout]:
+// a driver that is stuck longer is abandoned with the connection.
+func onSession[T any](ctx context.Context, s *session, do func(context.Context, *pinned) (T, error)) (T, error) {
+	var none T
+	if err := s.enter(ctx); err != nil {
+		return none, err
+	}
+	defer func() { <-s.turn }()
+	conn, err := s.borrow(ctx)
+	if err != nil {
+		return none, err
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), s.c.cfg.Timeout)
+	defer cancel()
+	s.conn = nil // It stays lost to the session if do does not come back.
+	result, err := await(ctx, func() (T, error) { return do(ctx, conn) }, func(T, error) { conn.discard() })
+	switch {
+	case errors.Is(err, errAbandoned):
+		return none, unsure{err}
+	case ctx.Err() != nil || err != nil && s.c.dialect.Classify(err) == FailureConnection:
+		// lib/pq may answer nil on a connection that it is about to kill.
+		conn.discard()
+		if err != nil {
+			return none, unsure{err}
+		}
+	case s.c.db.Stats().MaxOpenConnections == 1:
+		conn.giveBack() // The application needs it too.
+	default:
+		s.conn = conn
+	}
+	return result, err
+}
+
+// enter waits for this operation's turn.
+func (s *session) enter(ctx context.Context) error {
+	select {
+	case <-ctx.Done():
+		return ended(ctx)
+	case s.turn <- struct{}{}:
+	}
+	if ctx.Err() != nil { // Both at once: nothing is sent for a caller who has left.
+		<-s.turn
+		return ended(ctx)
+	}
+	return nil
+}
+
+// borrow returns the session's connection, a fresh one if there is none.
+func (s *session) borrow(ctx context.Context) (*pinned, error) {
+	if s.conn != nil {
+		return s.conn, nil
+	}
+	conn, err := await(ctx, func() (*sql.Conn, error) { return s.c.db.Conn(ctx) }, func(conn *sql.Conn, err error) {
+		if err == nil {
+			conn.Close()
+		}
+	})
+	if err != nil {
+		return nil, fmt.Errorf("borrow a connection: %w", err)
+	}
+	unprepared := s.c.cfg.NoPrepare || s.c.db.Stats().MaxOpenConnections == 1 // not kept: preparing would be for nothing
+	return &pinned{Conn: conn, unprepared: unprepared, prepared: map[string]*sql.Stmt{}}, nil
+}
+
+// close gives the connection back once the running operation has ended, which
+// Config.Timeout bounds. The session must have been closed to others before.
+func (s *session) close() {
+	s.turn <- struct{}{}
+	if s.conn == nil {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), s.c.cfg.Timeout)
+	defer cancel()
+	conn := s.conn
+	await(ctx, func() (struct{}, error) { conn.giveBack(); return struct{}{}, nil }, func(struct{}, error) {})
+}
+
+// query runs a statement that returns rows.
+func (p *pinned) query(ctx context.Context, text string, args ...any) (*sql.Rows, error) {
+	if p.unprepared {
+		return p.QueryContext(ctx, text, args...)
+	}
+	stmt, err := p.prepare(ctx, text)
+	if err != nil {
+		return nil, err
+	}
+	return stmt.QueryContext(ctx, args...)
+}
+
+// exec runs a statement and returns how many rows it changed.
+func (p *pinned) exec(ctx context.Context, text string, args ...any) (changed int64, err error) {
+	var result sql.Result
+	if p.unprepared {
+		result, err = p.ExecContext(ctx, text, args...)
+	} else {
+		var stmt *sql.Stmt
+		if stmt, err = p.prepare(ctx, text); err == nil {
+			result, err = stmt.ExecContext(ctx, args...)
+		}
+	}
+	if err != nil {
+		return 0, err
+	}
+	return result.RowsAffected()
+}
+
+func (p *pinned) prepare(ctx context.Context, text string) (*sql.Stmt, error) {
+	if stmt := p.prepared[text]; stmt != nil {
+		return stmt, nil
+	}
+	stmt, err := p.PrepareContext(ctx, text)
+	if err == nil {
+		p.prepared[text] = stmt
+	}
+	return stmt, err
+}
+
+// giveBack returns a healthy connection to the pool.
+func (p *pinned) giveBack() {
+	for _, stmt := range p.prepared {
+		stmt.Close() // The pool would not know of them, and the server would keep them.
+	}
+	p.Close()
+}
+
+// discard ends the connection. Close alone would return it to the pool.
+func (p *pinned) discard() {
+	_ = p.Raw(func(any) error { return driver.ErrBadConn })
+	p.Close()
+}
+
+// scanRows hands each row to scan and closes rows.
+func scanRows(rows *sql.Rows, err error, scan func() error) error {
+	if err != nil {
+		return err
+	}
+	defer rows.Close()
+	for rows.Next() {
+		if err := scan(); err != nil {
+			return err
+		}
+	}
+	return rows.Err()
+}
+
+var errAbandoned = errors.New("no answer from the driver")
+
+// await runs do on a goroutine of its own and returns its result. If ctx ends
+// first it returns at once, and late is handed the result whenever do comes back:
+// a driver may be stuck for as long as the network likes.
+func await[T any](ctx context.Context, do func() (T, error), late func(T, error)) (T, error) {
+	type outcome struct {
+		result T
+		err    error
+	}
+	done := make(chan outcome)
+	abandoned := make(chan struct{})
+	go func() {
+		result, err := do()
+		select {
+		case done <- outcome{result, err}:
+		case <-abandoned:
+			late(result, err)
+		}
+	}()
+	select {
+	case o := <-done:
+		return o.result, o.err
+	case <-ctx.Done():
+		close(abandoned)
+		var none T
+		return none, fmt.Errorf("%w: %w", errAbandoned, ended(ctx))
+	}
+}
+
+// ended is the error of a context that has ended: it answers to ctx.Err and to
+// the cause, which need not be the same.
+func ended(ctx context.Context) error {
+	cause := context.Cause(ctx)
+	if err := ctx.Err(); err != nil && !errors.Is(cause, err) {
+		return fmt.Errorf("%w: %w", err, cause)
+	}
+	return cause
+}
+
+// backoff is how long to wait before the next attempt, jittered so that rivals do
+// not meet again.
+func backoff(attempt int) time.Duration {
+	const first, most = time.Millisecond, 100 * time.Millisecond
+	d := min(first<<min(attempt, 10), most)
+	return d/2 + rand.N(d/2+1)
+}

@@ -1,0 +1,99 @@
+-- Leases: one row per partition of a group, kept for ever, so that its epoch only grows.
+-- Times and durations are microseconds; a null "now" means the database's clock.
+
+-- Renewals stay HOT: expires_at has no index, and a page has room for a new version of every row on it.
+CREATE TABLE IF NOT EXISTS coord_lease (
+    group_name text        COLLATE "C" NOT NULL,
+    partition  bigint      NOT NULL,
+    owner      text        NOT NULL,
+    epoch      bigint      NOT NULL,
+    attempt    bigint      NOT NULL, -- the acquisition that made this epoch
+    expires_at timestamptz NOT NULL, -- 'epoch' once released
+    PRIMARY KEY (group_name, partition)
+) WITH (fillfactor = 40);
+
+INSERT INTO coord_format (table_name, format) VALUES ('coord_lease', 1) ON CONFLICT DO NOTHING;
+
+-- name: acquire
+-- (group, partition, owner, ttl, now, attempt) row of (granted, owner, epoch, expires); none if a rival was faster
+WITH held AS ( -- Look first: a refused attempt writes nothing.
+    SELECT owner, epoch, expires_at
+    FROM coord_lease
+    WHERE group_name = $1::text AND partition = $2::bigint AND owner <> $3::text
+    AND expires_at > coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp())
+), won AS (
+    INSERT INTO coord_lease AS lease (group_name, partition, owner, epoch, attempt, expires_at)
+    SELECT $1::text, $2::bigint, $3::text, 1, $6::bigint,
+        coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) + $4::bigint * interval '1 microsecond'
+    WHERE NOT EXISTS (SELECT FROM held)
+    ON CONFLICT (group_name, partition) DO UPDATE -- From here on the row is owned.
+    SET group_name = excluded.group_name, -- Naming the key takes the full row lock: a takeover waits for open guards.
+        owner = excluded.owner,
+        epoch = lease.epoch + 1,
+        attempt = excluded.attempt,
+        expires_at = coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) + $4::bigint * interval '1 microsecond'
+    WHERE lease.owner = excluded.owner
+    OR lease.expires_at <= coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp())
+    RETURNING owner, epoch, expires_at
+)
+SELECT true, owner, epoch, (extract(epoch FROM expires_at) * 1000000)::bigint FROM won
+UNION ALL
+SELECT false, owner, epoch, (extract(epoch FROM expires_at) * 1000000)::bigint FROM held;
+
+-- name: holder
+-- (group, partition, now) row of (owner, expires); none if it is free
+SELECT owner, (extract(epoch FROM expires_at) * 1000000)::bigint
+FROM coord_lease
+WHERE group_name = $1::text AND partition = $2::bigint
+AND expires_at > coalesce(to_timestamp($3::bigint / 1e6), clock_timestamp());
+
+-- name: undo
+-- (group, partition, owner, attempt) one row changed if that attempt had been granted
+UPDATE coord_lease
+SET expires_at = 'epoch'
+WHERE group_name = $1::text AND partition = $2::bigint AND owner = $3::text AND attempt = $4::bigint
+AND expires_at > 'epoch';
+
+-- name: renew
+-- (group, partitions json, owner, ttl, now) rows of (partition, epoch, expires)
+WITH mine AS ( -- Lock first, judge expiry below: an UPDATE alone would judge it before it waits for the row.
+    SELECT partition, expires_at
+    FROM coord_lease
+    WHERE group_name = $1::text AND owner = $3::text
+    AND partition = ANY (ARRAY(SELECT value::bigint FROM jsonb_array_elements_text($2::jsonb)))
+    ORDER BY partition -- In key order: two renewals never wait for each other crosswise.
+    FOR NO KEY UPDATE
+)
+UPDATE coord_lease AS lease
+SET expires_at = coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) + $4::bigint * interval '1 microsecond'
+FROM mine
+WHERE lease.group_name = $1::text AND lease.partition = mine.partition
+AND mine.expires_at > coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp())
+RETURNING lease.partition, lease.epoch, (extract(epoch FROM lease.expires_at) * 1000000)::bigint;
+
+-- name: release
+-- (group, partition, owner) one row changed the first time
+UPDATE coord_lease
+SET expires_at = 'epoch'
+WHERE group_name = $1::text AND partition = $2::bigint AND owner = $3::text
+AND expires_at > 'epoch';
+
+-- name: owners
+-- (group, now) rows of (partition, owner, epoch, expires), by partition
+SELECT partition, owner, epoch, (extract(epoch FROM expires_at) * 1000000)::bigint
+FROM coord_lease
+WHERE group_name = $1::text
+AND expires_at > coalesce(to_timestamp($2::bigint / 1e6), clock_timestamp())
+ORDER BY partition;
+
+-- name: guard
+-- (group, partition, owner, epoch, now) a row if it is still held, and then until the transaction ends
+WITH guarded AS ( -- A takeover waits for this lock, a renewal or a release does not.
+    SELECT expires_at
+    FROM coord_lease
+    WHERE group_name = $1::text AND partition = $2::bigint AND owner = $3::text AND epoch = $4::bigint
+    FOR KEY SHARE
+)
+SELECT true
+FROM guarded
+WHERE expires_at > coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp());

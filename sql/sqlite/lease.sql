@@ -1,0 +1,75 @@
+-- Leases: one row per partition of a group, kept for ever, so that its epoch only grows.
+-- Times and durations are microseconds; a null "now" means the database's clock. That counts whole milliseconds, so
+-- what it grants ends one later: a holder may trust its lease for the full TTL from the moment it asked.
+-- A statement that may write takes the database's write lock before it reads the clock or a row.
+
+CREATE TABLE IF NOT EXISTS coord_lease (
+    group_name TEXT    NOT NULL,
+    partition  INTEGER NOT NULL,
+    owner      TEXT    NOT NULL,
+    epoch      INTEGER NOT NULL,
+    attempt    INTEGER NOT NULL, -- the acquisition that made this epoch
+    expires_at INTEGER NOT NULL, -- 0 once released
+    PRIMARY KEY (group_name, partition)
+) STRICT;
+
+INSERT INTO coord_format (table_name, format) VALUES ('coord_lease', 1) ON CONFLICT DO NOTHING;
+
+-- name: acquire
+-- (group, partition, owner, ttl, now, attempt) row of (granted, owner, epoch, expires); none if another holds it
+INSERT INTO coord_lease AS lease (group_name, partition, owner, epoch, attempt, expires_at)
+VALUES (?1, ?2, ?3, 1, ?6, coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000 + 1000) + ?4)
+ON CONFLICT (group_name, partition) DO UPDATE
+SET owner = excluded.owner,
+    epoch = lease.epoch + 1,
+    attempt = excluded.attempt,
+    expires_at = excluded.expires_at
+WHERE lease.owner = excluded.owner
+OR lease.expires_at <= coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)
+RETURNING 1, owner, epoch, expires_at;
+
+-- name: holder
+-- (group, partition, now) row of (owner, expires); none if it is free
+SELECT owner, expires_at
+FROM coord_lease
+WHERE group_name = ?1 AND partition = ?2
+AND expires_at > coalesce(?3, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000);
+
+-- name: undo
+-- (group, partition, owner, attempt) one row changed if that attempt had been granted
+UPDATE coord_lease
+SET expires_at = 0
+WHERE group_name = ?1 AND partition = ?2 AND owner = ?3 AND attempt = ?4
+AND expires_at > 0;
+
+-- name: renew
+-- (group, partitions json, owner, ttl, now) rows of (partition, epoch, expires)
+UPDATE coord_lease
+SET expires_at = coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000 + 1000) + ?4
+WHERE group_name = ?1 AND owner = ?3
+AND partition IN (SELECT value FROM json_each(?2))
+AND expires_at > coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)
+RETURNING partition, epoch, expires_at;
+
+-- name: release
+-- (group, partition, owner) one row changed the first time
+UPDATE coord_lease
+SET expires_at = 0
+WHERE group_name = ?1 AND partition = ?2 AND owner = ?3
+AND expires_at > 0;
+
+-- name: owners
+-- (group, now) rows of (partition, owner, epoch, expires), by partition
+SELECT partition, owner, epoch, expires_at
+FROM coord_lease
+WHERE group_name = ?1
+AND expires_at > coalesce(?2, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)
+ORDER BY partition;
+
+-- name: guard
+-- (group, partition, owner, epoch, now) a row if it is still held, and then until the transaction ends
+UPDATE coord_lease -- A write that changes nothing: it takes the write lock, so that nobody can take over.
+SET epoch = epoch
+WHERE group_name = ?1 AND partition = ?2 AND owner = ?3 AND epoch = ?4
+AND expires_at > coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)
+RETURNING 1;
