@@ -25,8 +25,14 @@ func sectionText(t testing.TB, d coord.Dialect, file, name string) string {
 	if !ok {
 		t.Fatalf("%s has no section %s", file, name)
 	}
-	statement, _, _ := strings.Cut(rest, "\n-- name: ")
-	return statement
+	rest, _, _ = strings.Cut(rest, "\n-- name: ")
+	var statement strings.Builder
+	for line := range strings.Lines(rest) {
+		if !strings.HasPrefix(line, "--") { // Drivers may parse it again each time.
+			statement.WriteString(line)
+		}
+	}
+	return strings.TrimSpace(statement.String())
 }
 
 // raw runs bare statements, prepared on one connection, and drains their rows into
