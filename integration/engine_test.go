@@ -111,7 +111,7 @@ func (e *env) open(t testing.TB) *sql.DB {
 }
 
 func (e *env) config() coord.Config {
-	var cfg coord.Config
+	cfg := coord.Config{Timeout: 30 * time.Second} // The machine may be busy, and SQLite's writers queue.
 	if e.clock != nil {
 		cfg.Clock = e.clock.Now
 	}

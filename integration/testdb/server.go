@@ -213,7 +213,7 @@ func (s *server) ready(ctx context.Context, timeout time.Duration) (version stri
 // version asks the server once. Its error is errStarting if nothing answered,
 // or a server that is starting did.
 func (s *server) version(ctx context.Context) (string, error) {
-	db, err := sql.Open("postgres", s.admin.String())
+	db, err := s.open()
 	if err != nil {
 		return "", err
 	}
@@ -228,6 +228,17 @@ func (s *server) version(ctx context.Context) (string, error) {
 		return "", err
 	}
 	return "", fmt.Errorf("%w: %w", errStarting, err)
+}
+
+// open returns a pool on the maintenance database. lib/pq waits for the greeting
+// of whoever accepted the connection as long as it takes, past the context's
+// deadline, unless the URL has a limit.
+func (s *server) open() (*sql.DB, error) {
+	u := *s.admin
+	q := u.Query()
+	q.Set("connect_timeout", "5") // seconds
+	u.RawQuery = q.Encode()
+	return sql.Open("postgres", u.String())
 }
 
 func say(format string, args ...any) {

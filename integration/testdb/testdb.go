@@ -20,7 +20,6 @@ package testdb
 import (
 	"context"
 	"crypto/rand"
-	"database/sql"
 	"errors"
 	"fmt"
 	"os"
@@ -148,7 +147,7 @@ func stopOnSignal() {
 func (s *server) exec(ctx context.Context, statement string) error {
 	ctx, cancel := context.WithTimeout(ctx, stateTimeout)
 	defer cancel()
-	db, err := sql.Open("postgres", s.admin.String())
+	db, err := s.open()
 	if err != nil {
 		return err
 	}
