@@ -7,20 +7,23 @@
 //   - [Coord.Leases]: partitions of a group, each leased to one owner for a time,
 //     with an epoch that fences off former owners
 //   - [Coord.Members]: which nodes of a service are alive
+//   - [NewMutex]: names that one holder at a time locks, on a [Coord.TableDriver]
+//     or a [Coord.AdvisoryDriver]
 //
 // Expired means expiry <= now, and the database's clock says what now is, so
 // clocks of the nodes need not agree. See [Config.Clock] for the exception.
 //
 // No lock is safe without a fence: a process can be stopped for longer than its
-// lease lasts and not notice. Guard, which every primitive has, checks inside the
-// caller's own transaction that the lease is still held, and keeps it held until
-// the transaction ends. Use it wherever what is protected lives in the same
+// lease lasts and not notice. Guard checks inside the caller's own transaction that
+// a lease or lock is still held, and keeps it held until the transaction ends. Use
+// it wherever what is protected lives in the same
 // database, and check the fencing token where it does not.
 package coord
 
 import (
 	"context"
 	"database/sql"
+	"database/sql/driver"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -29,6 +32,7 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 	"unicode/utf8"
 )
@@ -40,6 +44,11 @@ var (
 	ErrHeld = errors.New("held by another")
 	// ErrLost: what the caller held, or claims to hold, is not held any more.
 	ErrLost = errors.New("not held any more")
+	// ErrAcquireTimeout: a deadline ended the wait for something that was held, be
+	// it by another caller of this process. It is always joined with ErrHeld and the
+	// cause. A wait that was cancelled is ErrHeld and the cause alone, and where
+	// nothing was held there is the cause alone.
+	ErrAcquireTimeout = errors.New("waited too long")
 	// ErrClosed: used after Close.
 	ErrClosed = errors.New("used after Close")
 	// ErrFormat: the tables are of a format that this version does not know, or
@@ -109,22 +118,27 @@ type Config struct {
 // Coord is coordination on one database. It is safe for concurrent use. Close it
 // before the *sql.DB.
 type Coord struct {
-	db      *sql.DB
-	dialect Dialect
-	cfg     Config
-	names   names
-	format  formatStore
-	leases  LeaseStore
-	members MemberStore
-	tables  []*table // of every primitive that the dialect supports
-	session *session // carries leases and members
+	db       *sql.DB
+	dialect  Dialect
+	cfg      Config
+	names    names
+	format   formatStore
+	leases   LeaseStore
+	members  MemberStore
+	advisory advisorySQL
+	session  *session     // carries leases and members
+	attempts atomic.Int64 // the last attempt's id
+	prepared sync.Map     // *sql.Stmt on the pool, by text
 
-	life     context.Context // ends with Close
-	end      context.CancelCauseFunc
-	closing  sync.Once
-	mu       sync.Mutex
-	prepared sync.Map       // *sql.Stmt on the pool, by text
-	busy     sync.WaitGroup // operations and undos under way; added to under mu, until life ends
+	life    context.Context // ends with Close
+	end     context.CancelCauseFunc
+	closing sync.Once
+	busy    sync.WaitGroup // operations and undos under way; added to under mu, until life ends
+	late    sync.WaitGroup // what operations have left behind in the driver; added to while they are busy
+
+	mu      sync.Mutex
+	tables  []*table             // that are known so far: of every primitive that the dialect supports
+	drivers []interface{ end() } // made from this Coord
 }
 
 // New returns a Coord on db. It does no I/O. It returns [ErrInvalid] for a
@@ -136,11 +150,13 @@ func New(db *sql.DB, d Dialect, cfg Config) (*Coord, error) {
 	if err := cfg.complete(); err != nil {
 		return nil, fmt.Errorf("coord: %w", err)
 	}
-	c := &Coord{db: db, dialect: d, cfg: cfg, names: names{cfg.Schema, cfg.Prefix}}
-	if err := first(c.names.validate(), c.format.load(c), c.leases.load(c), c.members.load(c)); err != nil {
+	c := &Coord{db: db, dialect: d, cfg: cfg, names: names{schema: cfg.Schema, prefix: cfg.Prefix}}
+	if err := first(c.names.validate(), c.format.load(c), c.leases.load(c), c.members.load(c),
+		(&TableDriver{c: c}).load(c.names), c.advisory.load(c)); err != nil {
 		return nil, err
 	}
 	c.session = newSession(c)
+	c.attempts.Store(int64(rand.Uint32N(1<<31-1)+1) << 32)
 	c.life, c.end = context.WithCancelCause(context.Background())
 	return c, nil
 }
@@ -199,7 +215,7 @@ func (c *Coord) Purge(ctx context.Context, age time.Duration) (int64, error) {
 	}
 	defer done()
 	var deleted int64
-	for _, t := range c.tables {
+	for _, t := range c.known() {
 		n, err := c.purge(ctx, t, age)
 		deleted += n
 		if err != nil {
@@ -232,11 +248,29 @@ func (c *Coord) Close() error {
 		c.mu.Lock()
 		c.end(ErrClosed)
 		c.mu.Unlock()
+		ctx, cancel := context.WithTimeout(context.Background(), c.cfg.Timeout)
+		defer cancel()
 		c.busy.Wait()
 		c.session.close()
-		c.prepared.Range(func(_, stmt any) bool { stmt.(*sql.Stmt).Close(); return true })
+		for _, d := range c.drivers {
+			d.end()
+		}
+		bounded(ctx, c, func() {
+			c.prepared.Range(func(_, stmt any) bool { stmt.(*sql.Stmt).Close(); return true })
+		})
+		wait(ctx, &c.late)
 	})
 	return nil
+}
+
+// wait waits for a group until ctx ends.
+func wait(ctx context.Context, group *sync.WaitGroup) {
+	done := make(chan struct{})
+	go func() { group.Wait(); close(done) }()
+	select {
+	case <-done:
+	case <-ctx.Done():
+	}
 }
 
 // begin admits one operation: not after Close, and not on a context that has
@@ -251,6 +285,9 @@ func (c *Coord) begin(ctx context.Context) (_ context.Context, done func(), err 
 	if ctx.Err() != nil {
 		return nil, nil, ended(ctx)
 	}
+	if c.cfg.Clock != nil && c.cfg.Clock().UnixMicro() < 0 {
+		return nil, nil, invalid("Config.Clock is before 1970, which marks what is released")
+	}
 	c.busy.Add(1)
 	ctx, cancel := context.WithCancelCause(ctx)
 	stop := context.AfterFunc(c.life, func() { cancel(ErrClosed) })
@@ -264,8 +301,9 @@ func (c *Coord) detach(ctx context.Context) (context.Context, context.CancelFunc
 }
 
 // onTable is one operation of a primitive: it runs do on the pinned session, again
-// where the database asks for it, once the primitive's table is there.
-func onTable[T any](ctx context.Context, c *Coord, t *table, do func(context.Context, *pinned) (T, error)) (T, error) {
+// where the database asks for it, once the primitive's table is there. If do may
+// have had its way although it failed, lost is called, if not nil.
+func onTable[T any](ctx context.Context, c *Coord, t *table, do func(context.Context, *pinned) (T, error), lost func()) (T, error) {
 	var none T
 	ctx, done, err := c.begin(ctx)
 	if err != nil {
@@ -275,21 +313,130 @@ func onTable[T any](ctx context.Context, c *Coord, t *table, do func(context.Con
 	if err := c.ensure(ctx, t); err != nil {
 		return none, err
 	}
-	return retry(ctx, c, func() (T, error) { return onSession(ctx, c.session, do) })
+	result, err := retry(ctx, c, func() (T, error) { return onSession(ctx, c.session, do) })
+	if lost != nil && errors.As(err, new(unsure)) {
+		lost()
+	}
+	return result, err
 }
 
-// prepare readies statements on the pool, so that they take one round trip inside
-// callers' transactions: there a second connection can't be waited for.
-func (c *Coord) prepare(ctx context.Context, texts []string) error {
+// onPool is one operation of a primitive that runs on any connection of the pool:
+// it runs do, again where the database asks for it, once the primitive's table is
+// there, for no longer than [Config.Timeout].
+func onPool[T any](ctx context.Context, c *Coord, t *table, do func(context.Context) (T, error)) (T, error) {
+	var none T
+	ctx, done, err := c.begin(ctx)
+	if err != nil {
+		return none, err
+	}
+	defer done()
+	if err := c.ensure(ctx, t); err != nil {
+		return none, err
+	}
+	return step(ctx, c, do)
+}
+
+// step is one statement on the pool that coord sends on its own account.
+func step[T any](ctx context.Context, c *Coord, do func(context.Context) (T, error)) (T, error) {
+	ctx, cancel := context.WithTimeout(ctx, c.cfg.Timeout)
+	defer cancel()
+	return await(ctx, c, func() (T, error) {
+		return retry(ctx, c, func() (T, error) { return do(ctx) })
+	}, nil)
+}
+
+// acquire is onPool for an acquisition, which waits as long as ctx allows and
+// returns as soon as that ends. The statement is not cancelled then but let finish,
+// for the sake of its connection. What it is granted unseen is freed in the
+// background.
+func acquire[T any](ctx context.Context, c *Coord, t *table, what string, try func(context.Context) (T, error), free func(context.Context) (bool, error)) (T, error) {
+	var none T
+	ctx, done, err := c.begin(ctx)
+	if err != nil {
+		return none, err
+	}
+	defer done()
+	if err := c.ensure(ctx, t); err != nil {
+		return none, err
+	}
+	answer := make(chan error, 1)
+	result, err := await(ctx, c, func() (T, error) {
+		ctx, cancel := c.outlast(ctx)
+		defer cancel()
+		result, err := retry(ctx, c, func() (T, error) { return try(ctx) })
+		if err != nil && (ctx.Err() != nil || c.classify(err) == FailureConnection) {
+			err = unsure{err}
+		}
+		return result, err
+	}, func(_ T, err error) { answer <- err })
+	if errors.Is(err, errAbandoned) || errors.As(err, new(unsure)) {
+		c.undo(what, answer, free)
+	}
+	return result, err
+}
+
+// outlast is a context that ends [Config.Timeout] after ctx does.
+func (c *Coord) outlast(ctx context.Context) (context.Context, context.CancelFunc) {
+	longer, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	stop := context.AfterFunc(ctx, func() { time.AfterFunc(c.cfg.Timeout, cancel) })
+	return longer, func() { stop(); cancel() }
+}
+
+// query runs a statement that returns rows on the pool.
+func (c *Coord) query(ctx context.Context, text string, args ...any) (*sql.Rows, error) {
+	if c.cfg.NoPrepare {
+		return c.db.QueryContext(ctx, text, args...)
+	}
+	stmt, err := c.prepare(ctx, text)
+	if err != nil {
+		return nil, err
+	}
+	return stmt.QueryContext(ctx, args...)
+}
+
+// exec runs a statement on the pool and returns how many rows it changed.
+func (c *Coord) exec(ctx context.Context, text string, args ...any) (changed int64, err error) {
+	var result sql.Result
+	if c.cfg.NoPrepare {
+		result, err = c.db.ExecContext(ctx, text, args...)
+	} else {
+		var stmt *sql.Stmt
+		if stmt, err = c.prepare(ctx, text); err == nil {
+			result, err = stmt.ExecContext(ctx, args...)
+		}
+	}
+	if err != nil {
+		return 0, err
+	}
+	return result.RowsAffected()
+}
+
+// prepare returns the prepared statement of the pool for text.
+func (c *Coord) prepare(ctx context.Context, text string) (*sql.Stmt, error) {
+	if stmt, ok := c.prepared.Load(text); ok {
+		return stmt.(*sql.Stmt), nil
+	}
+	stmt, err := c.db.PrepareContext(ctx, text)
+	if err != nil {
+		return nil, err
+	}
+	if known, raced := c.prepared.LoadOrStore(text, stmt); raced {
+		stmt.Close()
+		return known.(*sql.Stmt), nil
+	}
+	return stmt, nil
+}
+
+// prepareGuards readies statements for callers' transactions, so that they take
+// one round trip there: inside, a second connection can't be waited for.
+func (c *Coord) prepareGuards(ctx context.Context, texts []string) error {
 	if c.cfg.NoPrepare {
 		return nil
 	}
 	for _, text := range texts {
-		stmt, err := c.db.PrepareContext(ctx, text)
-		if err != nil {
+		if _, err := c.prepare(ctx, text); err != nil {
 			return fmt.Errorf("prepare: %w", err)
 		}
-		c.prepared.Store(text, stmt)
 	}
 	return nil
 }
@@ -298,31 +445,54 @@ func (c *Coord) prepare(ctx context.Context, texts []string) error {
 func (c *Coord) guard(ctx context.Context, tx DBTX, t *table, text string, args ...any) error {
 	switch {
 	case t == nil:
-		return fmt.Errorf("dialect %s: %w", c.dialect.Name(), errors.ErrUnsupported)
+		return c.unsupported()
 	case c.life.Err() != nil:
 		return ErrClosed
 	case ctx.Err() != nil:
 		return ended(ctx)
 	}
 	var held bool
-	err := c.inTx(ctx, tx, text, args...).Scan(&held)
+	err := c.inTx(ctx, tx, text, args, &held)
 	if errors.Is(err, sql.ErrNoRows) {
 		return ErrLost
 	}
 	return err
 }
 
-// inTx runs a statement in the caller's transaction, prepared if it has been
-// prepared on the pool and tx can use that.
-func (c *Coord) inTx(ctx context.Context, tx DBTX, text string, args ...any) *sql.Row {
+// inTx reads a row in the caller's transaction, by a statement that is prepared if
+// it has been prepared on the pool and tx can use that.
+func (c *Coord) inTx(ctx context.Context, tx DBTX, text string, args []any, to ...any) error {
 	stmt, ready := c.prepared.Load(text)
 	on, able := tx.(interface {
 		StmtContext(context.Context, *sql.Stmt) *sql.Stmt
 	})
 	if ready && able {
-		return on.StmtContext(ctx, stmt.(*sql.Stmt)).QueryRowContext(ctx, args...)
+		err := on.StmtContext(ctx, stmt.(*sql.Stmt)).QueryRowContext(ctx, args...).Scan(to...)
+		if err == nil || err.Error() != otherPool {
+			return err
+		}
 	}
-	return tx.QueryRowContext(ctx, text, args...)
+	return tx.QueryRowContext(ctx, text, args...).Scan(to...)
+}
+
+// otherPool is what database/sql says, before it sends anything, of a statement
+// that was prepared on another *sql.DB than the transaction's.
+const otherPool = "sql: Tx.Stmt: statement from different database used"
+
+// unsupported is the error of a primitive that the dialect has no file for.
+func (c *Coord) unsupported() error {
+	return fmt.Errorf("dialect %s: %w", c.dialect.Name(), errors.ErrUnsupported)
+}
+
+// own makes Close end d too.
+func (c *Coord) own(d interface{ end() }) error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.life.Err() != nil {
+		return ErrClosed
+	}
+	c.drivers = append(c.drivers, d)
+	return nil
 }
 
 // now is the time parameter of a statement that is about to be sent: nil for the
@@ -334,52 +504,69 @@ func (c *Coord) now() any {
 	return c.cfg.Clock().UnixMicro()
 }
 
+// classify is the dialect's word, but for what database/sql itself says of a
+// connection: it turns a driver's ErrBadConn on a kept one into ErrConnDone.
+func (c *Coord) classify(err error) Failure {
+	if errors.Is(err, driver.ErrBadConn) || errors.Is(err, sql.ErrConnDone) {
+		return FailureConnection
+	}
+	return c.dialect.Classify(err)
+}
+
 // retry calls do again while the database asks for it. Ten attempts outlast any
 // deadlock; more would hide a database that is stuck.
 func retry[T any](ctx context.Context, c *Coord, do func() (T, error)) (T, error) {
 	for attempt := 1; ; attempt++ {
 		result, err := do()
-		if err == nil || attempt == 10 || c.dialect.Classify(err) != FailureRetry {
+		if err == nil || attempt == 10 || c.classify(err) != FailureRetry {
 			return result, err
 		}
 		select {
 		case <-ctx.Done():
 			return result, err
-		case <-time.After(backoff(attempt)):
+		case <-time.After(backoff(attempt, 2*time.Millisecond, 100*time.Millisecond)):
 		}
 	}
 }
 
+// attempt is a new id for an acquisition, which a statement that is sent twice
+// carries twice. The upper half is this Coord's, the lower half counts up, so that
+// of two acquisitions the later one is known.
+func (c *Coord) attempt() int64 { return c.attempts.Add(1) }
+
 // undo frees in the background what an acquisition may have been granted although
 // its reply was lost. free reports whether it found the grant; until then it is
 // tried again, since the server may still be at work on the acquisition, for no
-// longer than [Config.Timeout]. It must be called while an operation is under way.
-func (c *Coord) undo(what string, free func(context.Context) (bool, error)) {
+// longer than [Config.Timeout]. answer, which may be nil, is the acquisition's
+// error if its driver comes back after all. undo must be called while an operation
+// is under way.
+func (c *Coord) undo(what string, answer <-chan error, free func(context.Context) (bool, error)) {
 	c.busy.Go(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), c.cfg.Timeout)
 		defer cancel()
-		for attempt := 5; ; attempt++ {
-			last := c.life.Err() != nil
-			found, err := free(ctx)
-			if found || last || ctx.Err() != nil {
+		final := false
+		for wait := 10 * time.Millisecond; ; wait *= 2 {
+			select {
+			case err := <-answer:
+				if err != nil && !errors.As(err, new(unsure)) {
+					return // It was refused or failed for sure.
+				}
+				final, answer = err == nil, nil
+			case <-c.life.Done(): // Once more, at once.
+				final = true
+			case <-ctx.Done():
+			case <-time.After(wait):
+			}
+			found, err := await(ctx, c, func() (bool, error) { return free(ctx) }, nil)
+			if found || final && err == nil || ctx.Err() != nil || c.life.Err() != nil {
 				if err != nil {
-					c.cfg.Logger.Warn("coord: a grant whose reply was lost is left to its TTL", "what", what, "error", err)
+					c.cfg.Logger.Warn("coord: a grant whose reply was lost may stay until its TTL", "what", what, "error", err)
 				}
 				return
-			}
-			select {
-			case <-c.life.Done(): // Once more, at once.
-			case <-ctx.Done():
-			case <-time.After(backoff(attempt)):
 			}
 		}
 	})
 }
-
-const (
-	maxText = 1024
-	maxTTL  = 10 * 365 * 24 * time.Hour
-)
 
 // wrap says what was attempted.
 func wrap(what string, err error) error {
@@ -405,6 +592,11 @@ func jsonList[T any](list []T) string {
 	}
 	return string(text)
 }
+
+const (
+	maxText = 1024
+	maxTTL  = 10 * 365 * 24 * time.Hour
+)
 
 func invalid(format string, args ...any) error {
 	return fmt.Errorf("%w: %s", ErrInvalid, fmt.Sprintf(format, args...))

@@ -200,7 +200,7 @@ func TestNewRefuses(t *testing.T) {
 			t.Errorf("%s: New = %v, %v, want ErrInvalid that says %q", test.name, c, err, test.want)
 		}
 	}
-	if _, err := New(db, Postgres, Config{Prefix: long[:63-len("member")], Schema: long[:63]}); err != nil {
+	if _, err := New(db, Postgres, Config{Prefix: long[:63-len("mutex_fence")], Schema: long[:63]}); err != nil {
 		t.Errorf("New with names of just 63 bytes = %v", err)
 	}
 }
@@ -221,7 +221,7 @@ func TestReplaceNames(t *testing.T) {
 		{"app", "x_", `nextval('"coord_mutex_fence"')`, `nextval('"app"."x_mutex_fence"')`},
 		{"app", "coord_", "coord_a,coord_b", `"app"."coord_a","app"."coord_b"`},
 	} {
-		got, err := names{test.schema, test.prefix}.replace(test.text)
+		got, err := names{schema: test.schema, prefix: test.prefix}.replace(test.text)
 		if got != test.want || err != nil {
 			t.Errorf("replace(%q) = %q, %v, want %q", test.text, got, err, test.want)
 		}
@@ -368,7 +368,8 @@ func TestStatements(t *testing.T) {
 		t.Errorf("Leave = %v", err)
 	}
 	mock.ExpectExec(members.table.purge).WithArgs(minute, now).WillReturnResult(sqlmock.NewResult(0, 5))
-	if n, err := c.Purge(ctx, time.Minute); n != 5 || err != nil {
+	mock.ExpectExec(c.tables[2].purge).WithArgs(minute, now).WillReturnResult(sqlmock.NewResult(0, 2))
+	if n, err := c.Purge(ctx, time.Minute); n != 7 || err != nil {
 		t.Errorf("Purge = %d, %v", n, err)
 	}
 
@@ -686,13 +687,17 @@ func TestCloseWhileBorrowing(t *testing.T) {
 		stuck := make(chan struct{})
 		d := &fakeDriver{open: func() { <-stuck }}
 		c := newCoord(t, d, Config{})
-		result := make(chan error, 1)
-		go func() { _, err := c.Leases().Owners(t.Context(), "g"); result <- err }()
-		synctest.Wait()
 		start := time.Now()
+		go func() {
+			_, err := c.Leases().Owners(t.Context(), "g")
+			if took := time.Since(start); !errors.Is(err, ErrClosed) || took != 0 {
+				t.Errorf("Owners = %v after %v, want ErrClosed at once", err, took)
+			}
+		}()
+		synctest.Wait()
 		c.Close()
-		if err := <-result; !errors.Is(err, ErrClosed) || time.Since(start) != 0 {
-			t.Errorf("Owners = %v after %v, want ErrClosed at once", err, time.Since(start))
+		if took := time.Since(start); took != 5*time.Second {
+			t.Errorf("Close took %v, want to wait 5 s for the driver", took)
 		}
 		close(stuck)
 		synctest.Wait()

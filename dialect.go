@@ -71,43 +71,63 @@ var (
 const maxIdentifier = 63
 
 // names turns the default table names of a file into the configured ones.
-type names struct{ schema, prefix string }
+type names struct {
+	schema, prefix string
+	// One table, and what starts with its name, may have a name of its own.
+	from, toSchema, to string
+}
 
 func (n names) validate() error {
-	if n.schema != "" && !identifier.MatchString(n.schema) {
-		return invalid("schema %q is not a plain identifier", n.schema)
+	return first(checkIdentifier("schema", n.schema), checkIdentifier("prefix", n.prefix))
+}
+
+// checkIdentifier refuses what can't stand between quotes in SQL as it is. Empty
+// is fine.
+func checkIdentifier(what, name string) error {
+	if name != "" && !identifier.MatchString(name) {
+		return invalid("%s %q is not a plain identifier", what, name)
 	}
-	if !identifier.MatchString(n.prefix) {
-		return invalid("prefix %q is not a plain identifier", n.prefix)
-	}
-	if len(n.schema) > maxIdentifier {
-		return invalid("schema %q is over %d bytes", n.schema, maxIdentifier)
+	if len(name) > maxIdentifier {
+		return invalid("%s %q is over %d bytes", what, name, maxIdentifier)
 	}
 	return nil
 }
 
-// table is the configured name for a default one, without the schema.
-func (n names) table(name string) string {
-	return n.prefix + strings.TrimPrefix(name, "coord_")
+// table is the configured name for a default one.
+func (n names) table(name string) (schema, table string) {
+	if rest, ok := strings.CutPrefix(name, n.from); ok && n.from != "" {
+		return n.toSchema, n.to + rest
+	}
+	return n.schema, n.prefix + strings.TrimPrefix(name, "coord_")
+}
+
+// value is how a default name's table is called in the format records.
+func (n names) value(name string) string {
+	schema, table := n.table(name)
+	if schema != n.schema {
+		return schema + "." + table
+	}
+	return table
 }
 
 // replace puts the configured names into text.
 func (n names) replace(text string) (string, error) {
 	var err error
 	out := defaultName.ReplaceAllStringFunc(text, func(match string) string {
-		name := n.table(strings.Trim(match, `'"`))
-		if len(name) > maxIdentifier {
-			err = invalid("table name %q is over %d bytes", name, maxIdentifier)
+		name := strings.Trim(match, `'"`)
+		schema, table := n.table(name)
+		if tooLong := checkIdentifier("table name", table); tooLong != nil {
+			err = tooLong
 		}
-		quoted := `"` + name + `"`
-		if n.schema != "" {
-			quoted = `"` + n.schema + `".` + quoted
+		quoted := `"` + table + `"`
+		if schema != "" {
+			quoted = `"` + schema + `".` + quoted
 		}
 		switch {
 		case strings.HasPrefix(match, `'"`): // an identifier inside a literal: '"coord_x"'
 			return `'` + quoted
 		case strings.HasPrefix(match, `'`): // a value
-			return `'` + name
+			return `'` + n.value(name)
 		}
 		return quoted
 	})

@@ -5,6 +5,7 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"sync/atomic"
 )
@@ -14,7 +15,9 @@ const knownFormat = 1
 
 // table is one table of a primitive: what makes it, and whether it has been seen.
 type table struct {
-	name   string // without the schema
+	schema string
+	name   string
+	record string // its name in the format records
 	ddl    string
 	guards []string      // statements that run inside callers' transactions
 	purge  string        // (age, now) deletes what has expired longer than age ago; "" if nothing may go
@@ -25,18 +28,20 @@ type table struct {
 // formatStore knows which tables there are and in which format.
 type formatStore struct {
 	c       *Coord
+	schema  string
 	name    string
 	ddl     string
-	exists  string // (schema, table) row of (bool)
+	where   string // (schema, table) row of (the schema that has the table, or ""; the schema where it would be made)
 	formats string // () rows of (table, format)
 }
 
 func (s *formatStore) load(c *Coord) error {
-	ddl, ok, err := load(c.dialect, c.names, "format.sql", section{"exists", &s.exists}, section{"formats", &s.formats})
+	ddl, ok, err := load(c.dialect, c.names, "format.sql", section{"where", &s.where}, section{"formats", &s.formats})
 	if err == nil && !ok {
 		err = fmt.Errorf("coord: dialect %s: %w", c.dialect.Name(), invalid("format.sql is missing"))
 	}
-	s.c, s.name, s.ddl = c, c.names.table("coord_format"), ddl
+	s.c, s.ddl = c, ddl
+	s.schema, s.name = c.names.table("coord_format")
 	return err
 }
 
@@ -56,7 +61,8 @@ func (c *Coord) Migrate(ctx context.Context, types ...ReservationScope) error {
 		return wrap("migrate", err)
 	}
 	defer done()
-	for _, t := range c.tables {
+	for _, t := range c.known() {
+		t.ready.Store(false) // Somebody wants to know how it is now.
 		if err := c.ensure(ctx, t); err != nil {
 			return wrap("migrate", err)
 		}
@@ -71,24 +77,40 @@ func (c *Coord) Schema(types ...ReservationScope) (string, error) {
 		return "", wrap("schema of reservations", errors.ErrUnsupported)
 	}
 	parts := []string{c.format.ddl}
-	for _, t := range c.tables {
+	for _, t := range c.known() {
 		parts = append(parts, t.ddl)
 	}
 	return strings.Join(parts, "\n\n") + "\n", nil
 }
 
-// newTable registers a table under its default name.
-func (c *Coord) newTable(name, ddl string) *table {
-	t := &table{name: c.names.table(name), ddl: ddl, turn: make(chan struct{}, 1)}
+// newTable registers the table of a file under its configured name, or returns the
+// one that has been.
+func (c *Coord) newTable(n names, name, ddl string) *table {
+	t := &table{record: n.value(name), ddl: ddl, turn: make(chan struct{}, 1)}
+	t.schema, t.name = n.table(name)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, known := range c.tables {
+		if known.record == t.record {
+			return known
+		}
+	}
 	c.tables = append(c.tables, t)
 	return t
+}
+
+// known returns the tables that have been registered so far.
+func (c *Coord) known() []*table {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.Clone(c.tables)
 }
 
 // ensure makes sure, once, that t is there and in the known format. A failure is
 // tried again by the next operation.
 func (c *Coord) ensure(ctx context.Context, t *table) error {
 	if t == nil {
-		return fmt.Errorf("dialect %s: %w", c.dialect.Name(), errors.ErrUnsupported)
+		return c.unsupported()
 	}
 	if t.ready.Load() {
 		return nil
@@ -102,7 +124,7 @@ func (c *Coord) ensure(ctx context.Context, t *table) error {
 	if t.ready.Load() {
 		return nil
 	}
-	_, err := await(ctx, func() (struct{}, error) { return struct{}{}, c.format.ensure(ctx, t) }, func(struct{}, error) {})
+	err := c.format.ensure(ctx, t)
 	if err == nil {
 		t.ready.Store(true)
 	}
@@ -114,7 +136,7 @@ func (c *Coord) missing(ctx context.Context, t *table) (bool, error) {
 	if t.ready.Load() {
 		return false, nil
 	}
-	missing, err := await(ctx, func() (string, error) { return c.format.missing(ctx, t) }, func(string, error) {})
+	missing, err := c.format.missing(ctx, t)
 	return missing != "", err
 }
 
@@ -130,7 +152,7 @@ func (s *formatStore) ensure(ctx context.Context, t *table) error {
 			return fmt.Errorf("%w: %s", ErrFormat, missing)
 		}
 		// One message without parameters: on Postgres one transaction, and the lock at its head serialises it.
-		_, err := retry(ctx, s.c, func() (sql.Result, error) { return s.c.db.ExecContext(ctx, s.ddl+"\n"+t.ddl) })
+		_, err := step(ctx, s.c, func(ctx context.Context) (sql.Result, error) { return s.c.db.ExecContext(ctx, s.ddl+"\n"+t.ddl) })
 		if err != nil {
 			return fmt.Errorf("make table %s: %w", t.name, err)
 		}
@@ -141,34 +163,53 @@ func (s *formatStore) ensure(ctx context.Context, t *table) error {
 			return fmt.Errorf("%w: %s, though just made", ErrFormat, missing)
 		}
 	}
-	return s.c.prepare(ctx, t.guards)
+	_, err = step(ctx, s.c, func(ctx context.Context) (struct{}, error) { return struct{}{}, s.c.prepareGuards(ctx, t.guards) })
+	return err
 }
 
-// missing says what t lacks, "" if nothing, and returns [ErrFormat] if it is of an
-// unknown format.
+// missing says what t lacks, "" if nothing. It returns [ErrFormat] if t, or what
+// records the formats, is of an unknown format or out of place.
 func (s *formatStore) missing(ctx context.Context, t *table) (string, error) {
-	for _, name := range []string{s.name, t.name} {
-		var there bool
-		if err := s.c.db.QueryRowContext(ctx, s.exists, s.c.cfg.Schema, name).Scan(&there); err != nil {
-			return "", fmt.Errorf("look for table %s: %w", name, err)
-		}
-		if !there {
-			return "no table " + name, nil
-		}
+	at, home, err := s.look(ctx, s.schema, s.name)
+	if err != nil || at == "" {
+		return "no table " + s.name, err
 	}
-	formats, err := s.read(ctx)
+	formats, err := step(ctx, s.c, s.read)
 	if err != nil {
 		return "", fmt.Errorf("read formats: %w", err)
 	}
-	for _, name := range []string{s.name, t.name} {
-		switch format, recorded := formats[name]; {
-		case !recorded:
-			return "no format record for table " + name, nil
-		case format != knownFormat:
+	for _, name := range []string{s.name, t.record} {
+		if format, recorded := formats[name]; recorded && format != knownFormat {
 			return "", fmt.Errorf("%w: table %s has format %d, this version knows %d", ErrFormat, name, format, knownFormat)
 		}
 	}
-	return "", nil
+	found, _, err := s.look(ctx, t.schema, t.name)
+	_, recorded := formats[t.record]
+	switch {
+	case err != nil:
+		return "", err
+	case found != "" && recorded:
+		return "", nil
+	case at != home && s.schema == "":
+		// Elsewhere on the search_path. A table made at its head would stand beside the others, and hide those made there.
+		return "", fmt.Errorf("%w: no table %s, and %s is in schema %s but new tables would be in %s: set Config.Schema", ErrFormat, t.name, s.name, at, home)
+	case found == "":
+		return "no table " + t.name, nil
+	}
+	return "no format record for table " + t.name, nil
+}
+
+// look returns the schema that has a table, "" if none, and that where it would be
+// made.
+func (s *formatStore) look(ctx context.Context, schema, name string) (at, home string, err error) {
+	places, err := step(ctx, s.c, func(ctx context.Context) (places [2]string, err error) {
+		err = s.c.db.QueryRowContext(ctx, s.where, schema, name).Scan(&places[0], &places[1])
+		return places, err
+	})
+	if err != nil {
+		err = fmt.Errorf("look for table %s: %w", name, err)
+	}
+	return places[0], places[1], err
 }
 
 // read returns the format records, by table.

@@ -3,9 +3,7 @@ package coord
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
-	"math/rand/v2"
 	"slices"
 	"time"
 )
@@ -31,7 +29,8 @@ type Lease struct {
 // concurrent use; they run one at a time on a connection that is borrowed from the
 // pool once and kept until [Coord.Close], unless the pool is limited to one. They
 // give up when ctx ends before they are sent; once sent they wait for the database,
-// no longer than [Config.Timeout].
+// no longer than [Config.Timeout]. An Acquire that waits for an open Guard holds
+// the others up for as long: a TTL had better be twice the Timeout or more.
 type LeaseStore struct {
 	c     *Coord
 	table *table
@@ -51,7 +50,7 @@ func (s *LeaseStore) load(c *Coord) error {
 		section{"release", &s.release}, section{"owners", &s.owners}, section{"guard", &s.guard})
 	s.c = c
 	if ok {
-		s.table = c.newTable("coord_lease", ddl)
+		s.table = c.newTable(c.names, "coord_lease", ddl)
 		s.table.guards = []string{s.guard}
 	}
 	return err
@@ -72,22 +71,24 @@ func (s *LeaseStore) Acquire(ctx context.Context, group string, partition int, o
 	}
 	want := Lease{Group: group, Partition: partition, Owner: owner}
 	what := leaseName(group, partition)
-	attempt := rand.Int64()
+	attempt := s.c.attempt()
 	got, err := onTable(ctx, s.c, s.table, func(ctx context.Context, conn *pinned) (acquired, error) {
 		return s.tryAcquire(ctx, conn, want, ttl, attempt)
-	})
-	if errors.As(err, new(unsure)) {
-		s.c.undo(what, func(ctx context.Context) (bool, error) {
-			n, err := onSession(ctx, s.c.session, func(ctx context.Context, conn *pinned) (int64, error) {
-				return conn.exec(ctx, s.undo, group, partition, owner, attempt)
-			})
-			return n > 0, err
-		})
-	}
+	}, func() { s.free(want, attempt) })
 	if err == nil && got.held != nil {
 		return Lease{}, got.held
 	}
 	return got.lease, wrap("acquire "+what, err)
+}
+
+// free releases in the background what an attempt may have been granted.
+func (s *LeaseStore) free(lease Lease, attempt int64) {
+	s.c.undo(leaseName(lease.Group, lease.Partition), nil, func(ctx context.Context) (bool, error) {
+		n, err := onSession(ctx, s.c.session, func(ctx context.Context, conn *pinned) (int64, error) {
+			return conn.exec(ctx, s.undo, lease.Group, lease.Partition, lease.Owner, attempt)
+		})
+		return n > 0, err
+	})
 }
 
 // acquired is how an acquisition that got its answer ended.
@@ -140,7 +141,7 @@ func (s *LeaseStore) Renew(ctx context.Context, group string, partitions []int, 
 	list := jsonList(partitions)
 	leases, err := onTable(ctx, s.c, s.table, func(ctx context.Context, conn *pinned) ([]Lease, error) {
 		return s.sendRenew(ctx, conn, make([]Lease, 0, len(partitions)), group, list, owner, ttl)
-	})
+	}, nil)
 	return leases, wrap("renew leases "+group, err)
 }
 
@@ -160,8 +161,7 @@ func (s *LeaseStore) sendRenew(ctx context.Context, conn *pinned, leases []Lease
 
 // Release gives the lease up and keeps its row, so that the epoch continues. It
 // returns true the first time the owner releases it, even after it expired as long
-// as nobody has taken it, and false otherwise. It runs even if ctx has ended, for
-// at most [Config.Timeout].
+// as nobody has taken it, and false otherwise. It runs even if ctx has ended.
 func (s *LeaseStore) Release(ctx context.Context, group string, partition int, owner string) (bool, error) {
 	if err := checkLease(group, partition, owner); err != nil {
 		return false, wrap("release lease", err)
@@ -170,7 +170,7 @@ func (s *LeaseStore) Release(ctx context.Context, group string, partition int, o
 	defer cancel()
 	changed, err := onTable(ctx, s.c, s.table, func(ctx context.Context, conn *pinned) (int64, error) {
 		return conn.exec(ctx, s.release, group, partition, owner)
-	})
+	}, nil)
 	return changed > 0, wrap("release "+leaseName(group, partition), err)
 }
 
@@ -191,15 +191,15 @@ func (s *LeaseStore) Owners(ctx context.Context, group string) ([]Lease, error) 
 			return err
 		})
 		return leases, err
-	})
+	}, nil)
 	return leases, wrap("owners of leases "+group, err)
 }
 
 // Guard checks inside the caller's transaction that lease is still held by its
 // owner at its epoch, and keeps it so until tx ends: a takeover waits for it, while
 // renewals and releases do not. It returns [ErrLost] if the lease is not held, and
-// the caller must then roll back. Call it first in the transaction. Under REPEATABLE READ
-// and above it judges the transaction's snapshot, and a serialization failure
+// the caller must then roll back. Call it first in the transaction, and not under
+// a savepoint, whose rollback ends it. Under REPEATABLE READ and above it judges the transaction's snapshot, and a serialization failure
 // (40001) means: run the transaction again. On SQLite it takes the write lock.
 //
 // A *sql.DB is [ErrInvalid]: outside a transaction a guard protects nothing.

@@ -35,7 +35,7 @@ func (s *MemberStore) load(c *Coord) error {
 		section{"heartbeat", &s.heartbeat}, section{"leave", &s.leave}, section{"list", &s.list}, section{"purge", &purge})
 	s.c = c
 	if ok {
-		s.table = c.newTable("coord_member", ddl)
+		s.table = c.newTable(c.names, "coord_member", ddl)
 		s.table.purge = purge
 	}
 	return err
@@ -56,7 +56,7 @@ func (s *MemberStore) Heartbeat(ctx context.Context, service, node, address stri
 		rows, err := conn.query(ctx, s.heartbeat, service, node, address, jsonList(groups), micros(ttl), s.c.now())
 		err = scanRows(rows, err, func() error { return rows.Scan(&expires) })
 		return expires, err
-	})
+	}, nil)
 	if err != nil {
 		return Member{}, wrap("heartbeat of "+service+"/"+node, err)
 	}
@@ -64,7 +64,7 @@ func (s *MemberStore) Heartbeat(ctx context.Context, service, node, address stri
 }
 
 // Leave ends the membership. That there is none is no error. It runs even if ctx
-// has ended, for at most [Config.Timeout].
+// has ended.
 func (s *MemberStore) Leave(ctx context.Context, service, node string) error {
 	if err := checkMember(service, node); err != nil {
 		return wrap("leave", err)
@@ -73,7 +73,7 @@ func (s *MemberStore) Leave(ctx context.Context, service, node string) error {
 	defer cancel()
 	_, err := onTable(ctx, s.c, s.table, func(ctx context.Context, conn *pinned) (int64, error) {
 		return conn.exec(ctx, s.leave, service, node)
-	})
+	}, nil)
 	return wrap("leave of "+service+"/"+node, err)
 }
 
@@ -96,7 +96,7 @@ func (s *MemberStore) List(ctx context.Context, service string) ([]Member, error
 			return json.Unmarshal([]byte(groups), &members[len(members)-1].Groups)
 		})
 		return members, err
-	})
+	}, nil)
 	return members, wrap("list members of "+service, err)
 }
 

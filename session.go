@@ -18,14 +18,21 @@ import (
 // No caller's context reaches the connection: a statement that is cancelled kills
 // the connection, and everything that the server has tied to it.
 type session struct {
-	c    *Coord
-	turn chan struct{} // holds one; who has put it there owns conn
-	conn *pinned       // nil until an operation needs one
+	c       *Coord
+	turn    chan struct{} // holds one; who has put it there owns what follows
+	conn    *pinned       // nil until an operation needs one
+	serial  int64         // of the last connection
+	closing chan struct{}
+	// ended is told the serial of each connection that was discarded or
+	// abandoned; nil if nothing is tied to connections.
+	ended func(serial int64)
 }
 
 // pinned is a borrowed connection with the statements prepared on it.
 type pinned struct {
 	*sql.Conn
+	serial     int64 // the first of a session is 1
+	pid        int   // the server process behind it, once that is known to be its own
 	unprepared bool
 	prepared   map[string]*sql.Stmt
 }
@@ -37,7 +44,7 @@ type unsure struct{ error }
 func (u unsure) Unwrap() error { return u.error }
 
 func newSession(c *Coord) *session {
-	return &session{c: c, turn: make(chan struct{}, 1)}
+	return &session{c: c, turn: make(chan struct{}, 1), closing: make(chan struct{})}
 }
 
 // onSession runs do on the session's connection and returns its result. The errors
@@ -58,17 +65,19 @@ func onSession[T any](ctx context.Context, s *session, do func(context.Context, 
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), s.c.cfg.Timeout)
 	defer cancel()
 	s.conn = nil // It stays lost to the session if do does not come back.
-	result, err := await(ctx, func() (T, error) { return do(ctx, conn) }, func(T, error) { conn.discard() })
+	result, err := await(ctx, s.c, func() (T, error) { return do(ctx, conn) }, func(T, error) { conn.discard() })
 	switch {
 	case errors.Is(err, errAbandoned):
+		s.end(conn)
 		return none, unsure{err}
-	case ctx.Err() != nil || err != nil && s.c.dialect.Classify(err) == FailureConnection:
+	case ctx.Err() != nil || err != nil && s.c.classify(err) == FailureConnection:
 		// lib/pq may answer nil on a connection that it is about to kill.
 		conn.discard()
+		s.end(conn)
 		if err != nil {
 			return none, unsure{err}
 		}
-	case s.c.db.Stats().MaxOpenConnections == 1:
+	case s.shared():
 		conn.giveBack() // The application needs it too.
 	default:
 		s.conn = conn
@@ -76,11 +85,24 @@ func onSession[T any](ctx context.Context, s *session, do func(context.Context, 
 	return result, err
 }
 
+// shared tells whether the connection goes back to the pool after each operation.
+func (s *session) shared() bool {
+	return s.ended == nil && s.c.db.Stats().MaxOpenConnections == 1
+}
+
+func (s *session) end(conn *pinned) {
+	if s.ended != nil {
+		s.ended(conn.serial)
+	}
+}
+
 // enter waits for this operation's turn.
 func (s *session) enter(ctx context.Context) error {
 	select {
 	case <-ctx.Done():
 		return ended(ctx)
+	case <-s.closing:
+		return ErrClosed
 	case s.turn <- struct{}{}:
 	}
 	if ctx.Err() != nil { // Both at once: nothing is sent for a caller who has left.
@@ -95,7 +117,7 @@ func (s *session) borrow(ctx context.Context) (*pinned, error) {
 	if s.conn != nil {
 		return s.conn, nil
 	}
-	conn, err := await(ctx, func() (*sql.Conn, error) { return s.c.db.Conn(ctx) }, func(conn *sql.Conn, err error) {
+	conn, err := await(ctx, s.c, func() (*sql.Conn, error) { return s.c.db.Conn(ctx) }, func(conn *sql.Conn, err error) {
 		if err == nil {
 			conn.Close()
 		}
@@ -103,21 +125,29 @@ func (s *session) borrow(ctx context.Context) (*pinned, error) {
 	if err != nil {
 		return nil, fmt.Errorf("borrow a connection: %w", err)
 	}
-	unprepared := s.c.cfg.NoPrepare || s.c.db.Stats().MaxOpenConnections == 1 // not kept: preparing would be for nothing
-	return &pinned{Conn: conn, unprepared: unprepared, prepared: map[string]*sql.Stmt{}}, nil
+	s.serial++
+	unprepared := s.c.cfg.NoPrepare || s.shared() // not kept: preparing would be for nothing
+	return &pinned{Conn: conn, serial: s.serial, unprepared: unprepared, prepared: map[string]*sql.Stmt{}}, nil
 }
 
-// close gives the connection back once the running operation has ended, which
-// Config.Timeout bounds. The session must have been closed to others before.
+// close turns operations that wait away, lets the running one end, which
+// Config.Timeout bounds, and gives the connection back, or discards it if
+// something is tied to it. It must be called once.
 func (s *session) close() {
-	s.turn <- struct{}{}
-	if s.conn == nil {
+	close(s.closing)
+	s.turn <- struct{}{} // Never taken out: no operation gets in any more.
+	conn := s.conn
+	if conn == nil {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), s.c.cfg.Timeout)
 	defer cancel()
-	conn := s.conn
-	await(ctx, func() (struct{}, error) { conn.giveBack(); return struct{}{}, nil }, func(struct{}, error) {})
+	part := conn.giveBack
+	if s.ended != nil {
+		part = conn.discard
+	}
+	bounded(ctx, s.c, part)
+	s.end(conn)
 }
 
 // query runs a statement that returns rows.
@@ -191,9 +221,9 @@ func scanRows(rows *sql.Rows, err error, scan func() error) error {
 var errAbandoned = errors.New("no answer from the driver")
 
 // await runs do on a goroutine of its own and returns its result. If ctx ends
-// first it returns at once, and late is handed the result whenever do comes back:
-// a driver may be stuck for as long as the network likes.
-func await[T any](ctx context.Context, do func() (T, error), late func(T, error)) (T, error) {
+// first it returns at once, and late, if not nil, is handed the result whenever do
+// comes back: a driver may be stuck for as long as the network likes.
+func await[T any](ctx context.Context, c *Coord, do func() (T, error), late func(T, error)) (T, error) {
 	type outcome struct {
 		result T
 		err    error
@@ -205,17 +235,26 @@ func await[T any](ctx context.Context, do func() (T, error), late func(T, error)
 		select {
 		case done <- outcome{result, err}:
 		case <-abandoned:
-			late(result, err)
+			if late != nil {
+				late(result, err)
+			}
+			c.late.Done()
 		}
 	}()
 	select {
 	case o := <-done:
 		return o.result, o.err
 	case <-ctx.Done():
+		c.late.Add(1)
 		close(abandoned)
 		var none T
 		return none, fmt.Errorf("%w: %w", errAbandoned, ended(ctx))
 	}
+}
+
+// bounded waits for do until ctx ends.
+func bounded(ctx context.Context, c *Coord, do func()) {
+	_, _ = await(ctx, c, func() (struct{}, error) { do(); return struct{}{}, nil }, nil)
 }
 
 // ended is the error of a context that has ended: it answers to ctx.Err and to
@@ -228,10 +267,9 @@ func ended(ctx context.Context) error {
 	return cause
 }
 
-// backoff is how long to wait before the next attempt, jittered so that rivals do
-// not meet again.
-func backoff(attempt int) time.Duration {
-	const first, most = time.Millisecond, 100 * time.Millisecond
-	d := min(first<<min(attempt, 10), most)
+// backoff is how long to wait after so many attempts: from least, doubled each
+// time, to most, and jittered so that rivals do not meet again.
+func backoff(attempts int, least, most time.Duration) time.Duration {
+	d := min(least<<min(attempts-1, 20), most)
 	return d/2 + rand.N(d/2+1)
 }

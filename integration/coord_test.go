@@ -182,6 +182,9 @@ func useEverything(t *testing.T, c *coord.Coord) {
 		t.Fatalf("List = %v, want one", members)
 	}
 	must("Leave", c.Members().Leave(ctx, "web", "a"))
+	table, err := c.TableDriver(coord.DriverConfig{})
+	must("TableDriver", err)
+	useMutex(t, table)
 	_, err = c.Purge(ctx, time.Hour)
 	must("Purge", err)
 }

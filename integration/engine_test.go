@@ -19,7 +19,13 @@ import (
 	"github.com/seed-4c80c132/coord/integration/testdb"
 )
 
-func TestMain(m *testing.M) { os.Exit(testdb.Main(m)) }
+// TestMain also serves as the main of the processes that tests start.
+func TestMain(m *testing.M) {
+	if role := os.Getenv(roleVariable); role != "" {
+		os.Exit(play(role))
+	}
+	os.Exit(testdb.Main(m))
+}
 
 // engine is one way to reach a database: an engine and a driver.
 type engine struct {

@@ -11,9 +11,13 @@ CREATE TABLE IF NOT EXISTS coord_format (
 
 INSERT INTO coord_format (table_name, format) VALUES ('coord_format', 1) ON CONFLICT DO NOTHING;
 
--- name: exists
--- (schema, table) row of (whether the table is there)
-SELECT to_regclass(CASE WHEN $1::text = '' THEN '' ELSE quote_ident($1::text) || '.' END || quote_ident($2::text)) IS NOT NULL;
+-- name: where
+-- (schema, table) row of (the schema that has the table, '' if none; the schema where it would be made)
+SELECT coalesce((SELECT relnamespace::regnamespace::text FROM pg_class WHERE oid = named.table), ''),
+    CASE WHEN $1::text = '' THEN coalesce(quote_ident(current_schema()), '') ELSE quote_ident($1::text) END
+FROM (
+    SELECT to_regclass(CASE WHEN $1::text = '' THEN '' ELSE quote_ident($1::text) || '.' END || quote_ident($2::text)) AS table
+) AS named;
 
 -- name: formats
 -- () rows of (table, format)

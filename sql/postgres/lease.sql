@@ -33,6 +33,7 @@ WITH held AS ( -- Look first: a refused attempt writes nothing.
         attempt = excluded.attempt,
         expires_at = coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) + $4::bigint * interval '1 microsecond'
     WHERE lease.owner = excluded.owner
+        AND NOT (lease.attempt >> 32 = excluded.attempt >> 32 AND lease.attempt > excluded.attempt) -- This one is late: not over a later one of its Coord.
     OR lease.expires_at <= coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp())
     RETURNING owner, epoch, expires_at
 )
@@ -56,19 +57,21 @@ AND expires_at > 'epoch';
 
 -- name: renew
 -- (group, partitions json, owner, ttl, now) rows of (partition, epoch, expires)
-WITH mine AS ( -- Lock first, judge expiry below: an UPDATE alone would judge it before it waits for the row.
+WITH mine AS ( -- Lock first: an UPDATE alone would judge expiry before it waits for the row.
     SELECT partition, expires_at
     FROM coord_lease
     WHERE group_name = $1::text AND owner = $3::text
     AND partition = ANY (ARRAY(SELECT value::bigint FROM jsonb_array_elements_text($2::jsonb)))
     ORDER BY partition -- In key order: two renewals never wait for each other crosswise.
     FOR NO KEY UPDATE
+), judged AS ( -- Counting them makes now the moment when all are locked: one can expire while we wait for another.
+    SELECT coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) AS now, count(*) FROM mine
 )
 UPDATE coord_lease AS lease
 SET expires_at = coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) + $4::bigint * interval '1 microsecond'
-FROM mine
+FROM mine, judged
 WHERE lease.group_name = $1::text AND lease.partition = mine.partition
-AND mine.expires_at > coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp())
+AND mine.expires_at > judged.now
 RETURNING lease.partition, lease.epoch, (extract(epoch FROM lease.expires_at) * 1000000)::bigint;
 
 -- name: release

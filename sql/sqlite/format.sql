@@ -7,9 +7,10 @@ CREATE TABLE IF NOT EXISTS coord_format (
 
 INSERT INTO coord_format (table_name, format) VALUES ('coord_format', 1) ON CONFLICT DO NOTHING;
 
--- name: exists
--- (schema, table) row of (whether the table is there)
-SELECT EXISTS (SELECT 1 FROM pragma_table_list WHERE ?1 IN ('', schema) AND name = ?2);
+-- name: where
+-- (schema, table) row of (the schema that has the table, '' if none; the schema where it would be made)
+SELECT coalesce((SELECT schema FROM pragma_table_list WHERE schema = home COLLATE NOCASE AND name = ?2 COLLATE NOCASE), ''), home
+FROM (SELECT CASE WHEN ?1 = '' THEN 'main' ELSE lower(?1) END AS home);
 
 -- name: formats
 -- () rows of (table, format)

@@ -25,6 +25,7 @@ SET owner = excluded.owner,
     attempt = excluded.attempt,
     expires_at = excluded.expires_at
 WHERE lease.owner = excluded.owner
+    AND NOT (lease.attempt >> 32 = excluded.attempt >> 32 AND lease.attempt > excluded.attempt) -- This one is late: not over a later one of its Coord.
 OR lease.expires_at <= coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)
 RETURNING 1, owner, epoch, expires_at;
 

@@ -1,0 +1,397 @@
+package coord
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+)
+
+// MutexDriver is where mutexes are kept: a [TableDriver] or an [AdvisoryDriver].
+// Its methods are safe for concurrent use and never wait for a lock.
+type MutexDriver interface {
+	// Acquire takes the lock for ttl, or returns an ErrHeld, also when this driver
+	// itself holds it.
+	Acquire(ctx context.Context, name string, ttl time.Duration) (DriverLock, error)
+	// Extend tells whether the lock is still held, for ttl from now. No is final.
+	Extend(ctx context.Context, lock DriverLock, ttl time.Duration) (bool, error)
+	// Release gives the lock up and tells whether it was held until now. It runs
+	// even if ctx has ended.
+	Release(ctx context.Context, lock DriverLock) (bool, error)
+	// Expiring tells whether locks end by their TTL, or with the session that
+	// holds them.
+	Expiring() bool
+	// OnLost adds a listener that is told, once and with every name, that what
+	// held these locks has ended. It must not block.
+	OnLost(func(names []string))
+	// Close ends the driver; see the drivers for what becomes of its locks.
+	Close() error
+}
+
+// DriverLock is a lock as its driver knows it.
+type DriverLock struct {
+	Name     string
+	Fence    int64     // the fencing token, larger than all before it for this name; 0: none
+	Deadline time.Time // local, monotonic: the send + TTL; zero if it does not expire
+	session  int64     // of an AdvisoryDriver: the connection that holds it
+}
+
+// DriverConfig configures a driver. Its zero value is ready to use.
+type DriverConfig struct {
+	// Prefix is put before every lock's name.
+	Prefix string
+	// Table is the table of a [TableDriver], which may name a schema ("app.locks");
+	// without one it is in [Config.Schema]. "" is [Config.Prefix] + "mutex".
+	Table string
+}
+
+// MutexConfig configures a [Mutex]. Zero fields have defaults.
+type MutexConfig struct {
+	TTL      time.Duration // how long a lock outlives a holder that has crashed; 30 s
+	Renew    time.Duration // between renewals, at most TTL/2; TTL/3
+	Margin   time.Duration // how long before its deadline a lock that can't be renewed is lost; TTL/10
+	RetryMin time.Duration // before the first retry of one who waits; 10 ms
+	RetryMax time.Duration // before later ones, which wait twice as long each; 100 ms
+}
+
+// Mutex locks names, so that one holder of each exists among all processes that
+// share the driver's database. It is safe for concurrent use.
+//
+// Callers of one Mutex queue for a name, first come first served, and only the
+// first of them asks the database. Between processes there is no order.
+type Mutex struct {
+	d   MutexDriver
+	cfg MutexConfig
+
+	mu    sync.Mutex
+	lines map[string][]*place // by name: who has it or asks for it, then who waits
+	locks map[string]*Lock    // held
+}
+
+// place is one caller's place in the line for a name.
+type place struct{ first chan struct{} } // closed when nobody is before it
+
+// NewMutex returns a Mutex on a driver. It does no I/O, and has no Close: unlock
+// what was locked, then close the driver.
+func NewMutex(d MutexDriver, cfg MutexConfig) (*Mutex, error) {
+	if d == nil {
+		return nil, wrap("new mutex", invalid("the driver is nil"))
+	}
+	if err := cfg.complete(); err != nil {
+		return nil, wrap("new mutex", err)
+	}
+	m := &Mutex{d: d, cfg: cfg, lines: map[string][]*place{}, locks: map[string]*Lock{}}
+	d.OnLost(m.lost)
+	return m, nil
+}
+
+// complete fills in the defaults and validates cfg.
+func (cfg *MutexConfig) complete() error {
+	orDefault(&cfg.TTL, 30*time.Second)
+	orDefault(&cfg.Renew, cfg.TTL/3)
+	orDefault(&cfg.Margin, cfg.TTL/10)
+	orDefault(&cfg.RetryMin, 10*time.Millisecond)
+	orDefault(&cfg.RetryMax, max(100*time.Millisecond, cfg.RetryMin))
+	switch {
+	case cfg.Renew <= 0 || cfg.Renew > cfg.TTL/2:
+		return first(checkTTL(cfg.TTL), invalid("Renew %s is not between 0 and half of TTL %s", cfg.Renew, cfg.TTL))
+	case cfg.Margin < 0 || cfg.Margin >= cfg.TTL-cfg.Renew:
+		return first(checkTTL(cfg.TTL), invalid("Margin %s leaves no time to renew: TTL %s, Renew %s", cfg.Margin, cfg.TTL, cfg.Renew))
+	case cfg.RetryMin < 0 || cfg.RetryMax < cfg.RetryMin:
+		return invalid("RetryMin %s and RetryMax %s are not in order", cfg.RetryMin, cfg.RetryMax)
+	}
+	return checkTTL(cfg.TTL)
+}
+
+func orDefault(d *time.Duration, value time.Duration) {
+	if *d == 0 {
+		*d = value
+	}
+}
+
+// TryLock takes the lock if it is free, and returns an [ErrHeld] if not, also if
+// another caller of this Mutex has it or waits for it.
+func (m *Mutex) TryLock(ctx context.Context, name string) (*Lock, error) {
+	if err := m.check(ctx, name); err != nil {
+		return nil, err
+	}
+	p := m.join(name, false)
+	if p == nil {
+		return nil, &HeldError{What: mutexName(name)}
+	}
+	lock, err := m.try(ctx, name, p)
+	if err != nil {
+		m.leave(name, p)
+	}
+	return lock, err
+}
+
+// Lock takes the lock, and waits for it if it is held. If ctx ends the wait, see
+// [ErrAcquireTimeout]; nothing stays locked then.
+//
+// The context bounds the acquisition only, not how long the lock is held.
+func (m *Mutex) Lock(ctx context.Context, name string) (*Lock, error) {
+	if err := m.check(ctx, name); err != nil {
+		return nil, err
+	}
+	p := m.join(name, true)
+	lock, err := m.wait(ctx, name, p)
+	if err != nil {
+		m.leave(name, p)
+		return nil, wrap("lock "+name, err)
+	}
+	return lock, nil
+}
+
+// Do calls fn while it holds the lock, waiting for it as Lock does, and returns
+// what fn returns. fn's context ends with the cause [ErrLost] if the lock is lost
+// under it; Do returns an ErrLost then even if fn returned nil. The lock is given
+// up even if fn panics.
+func (m *Mutex) Do(ctx context.Context, name string, fn func(ctx context.Context, lock *Lock) error) (err error) {
+	lock, err := m.Lock(ctx, name)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, lock.Unlock(ctx)) }()
+	ctx, cancel := lock.Context(ctx)
+	defer cancel()
+	return fn(ctx, lock)
+}
+
+func (m *Mutex) check(ctx context.Context, name string) error {
+	if err := checkText("name", name); err != nil {
+		return wrap("lock", err)
+	}
+	if ctx.Err() != nil {
+		return wrap("lock "+name, ended(ctx))
+	}
+	return nil
+}
+
+// wait waits for p to be first in its line, then asks the driver until the lock is
+// free.
+func (m *Mutex) wait(ctx context.Context, name string, p *place) (*Lock, error) {
+	var held error // nil until the lock is known to be held
+	if !p.isFirst() {
+		held = &HeldError{What: mutexName(name)}
+	}
+	select {
+	case <-p.first:
+	case <-ctx.Done():
+		return nil, waited(ctx, held, nil)
+	}
+	for attempts := 1; ; attempts++ {
+		lock, err := m.try(ctx, name, p)
+		switch {
+		case err == nil:
+			return lock, nil
+		case !errors.Is(err, ErrHeld):
+			return nil, waited(ctx, held, err)
+		}
+		held = err
+		select {
+		case <-ctx.Done():
+			return nil, waited(ctx, held, nil)
+		case <-time.After(backoff(attempts, m.cfg.RetryMin, m.cfg.RetryMax)):
+		}
+	}
+}
+
+// waited is the error of a wait that ctx or a failure has ended, see
+// [ErrAcquireTimeout].
+func waited(ctx context.Context, held, failure error) error {
+	timeout := errors.Is(ctx.Err(), context.DeadlineExceeded)
+	if ctx.Err() != nil {
+		failure = ended(ctx)
+	}
+	switch {
+	case held == nil:
+		return failure
+	case timeout:
+		return fmt.Errorf("%w: %w: %w", ErrAcquireTimeout, failure, held)
+	}
+	return fmt.Errorf("%w: %w", failure, held)
+}
+
+// try asks the driver once, for the caller who is first in the line.
+func (m *Mutex) try(ctx context.Context, name string, p *place) (*Lock, error) {
+	acquired, err := m.d.Acquire(ctx, name, m.cfg.TTL)
+	if err != nil {
+		return nil, err
+	}
+	ttl := m.cfg.TTL
+	if !m.d.Expiring() {
+		ttl = 0
+	}
+	l := &Lock{m: m, driver: acquired, place: p}
+	l.keeper = keep(acquired.Deadline, m.cfg.Renew, ttl, m.cfg.Margin, func(ctx context.Context) (bool, error) {
+		return m.d.Extend(ctx, acquired, m.cfg.TTL)
+	})
+	m.mu.Lock()
+	m.locks[name] = l
+	m.mu.Unlock()
+	context.AfterFunc(l.keeper.ctx, func() {
+		if l.Err() != nil {
+			m.drop(l) // Nobody waits for the Unlock of what is lost.
+		}
+	})
+	return l, nil
+}
+
+// join puts the caller in the line for a name, or returns nil if it may not wait
+// and is not first.
+func (m *Mutex) join(name string, mayWait bool) *place {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	line := m.lines[name]
+	if len(line) > 0 && !mayWait {
+		return nil
+	}
+	p := &place{make(chan struct{})}
+	if len(line) == 0 {
+		close(p.first)
+	}
+	m.lines[name] = append(line, p)
+	return p
+}
+
+// leave takes p out of the line, if it is still there, and lets the next one
+// through.
+func (m *Mutex) leave(name string, p *place) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	line := m.lines[name]
+	i := slices.Index(line, p)
+	if i < 0 {
+		return
+	}
+	line = slices.Delete(line, i, i+1)
+	if m.lines[name] = line; len(line) == 0 {
+		delete(m.lines, name)
+		return
+	}
+	if !line[0].isFirst() {
+		close(line[0].first)
+	}
+}
+
+func (p *place) isFirst() bool {
+	select {
+	case <-p.first:
+		return true
+	default:
+		return false
+	}
+}
+
+// drop forgets a lock that is not held any more.
+func (m *Mutex) drop(l *Lock) {
+	m.mu.Lock()
+	if m.locks[l.Name()] == l {
+		delete(m.locks, l.Name())
+	}
+	m.mu.Unlock()
+	m.leave(l.Name(), l.place)
+}
+
+// lost is told by the driver that what held these locks has ended.
+func (m *Mutex) lost(names []string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, name := range names {
+		if l := m.locks[name]; l != nil {
+			l.keeper.end(ErrLost)
+		}
+	}
+}
+
+// Lock is a lock that is held until Unlock, or until it is lost. Its methods are
+// safe for concurrent use.
+type Lock struct {
+	m      *Mutex
+	driver DriverLock
+	place  *place
+	keeper *keeper
+	unlock sync.Once
+	result error // of the first Unlock
+}
+
+// Name is the name that is locked.
+func (l *Lock) Name() string { return l.driver.Name }
+
+// Fence is the fencing token: larger than that of every earlier lock of this name,
+// and 0 in advisory mode, which has none.
+func (l *Lock) Fence() int64 { return l.driver.Fence }
+
+// Done is closed when the lock is lost or unlocked. A lost lock is closed before
+// anyone else can have it, unless this process was suspended: see [Lock.Guard].
+func (l *Lock) Done() <-chan struct{} { return l.keeper.ctx.Done() }
+
+// Err is nil while the lock is held and after Unlock, and [ErrLost] once it is
+// lost.
+func (l *Lock) Err() error { return l.keeper.err() }
+
+// Context is a child of parent that also ends when the lock is lost, with the
+// cause [ErrLost], or unlocked.
+func (l *Lock) Context(parent context.Context) (context.Context, context.CancelFunc) {
+	return l.keeper.context(parent)
+}
+
+// Unlock gives the lock up and returns [ErrLost] if it was lost before. It goes
+// through even if ctx has ended, and waits for a stuck driver no longer than
+// [Config.Timeout] for each of a renewal under way and the release; on a driver's
+// error the lock is left to its TTL. Further calls return what the first did.
+func (l *Lock) Unlock(ctx context.Context) error {
+	l.unlock.Do(func() {
+		lost := l.keeper.stop()
+		released, err := l.m.d.Release(ctx, l.driver) // Lost by our clock it may still be there, in the way of others.
+		l.m.drop(l)
+		if lost != nil || err == nil && !released {
+			err = ErrLost
+		}
+		l.result = wrap("unlock "+l.Name(), err)
+	})
+	return l.result
+}
+
+// Guard checks inside the caller's transaction that the lock is still held, and
+// keeps it so until tx ends: see [LeaseStore.Guard]. In advisory mode it is
+// [errors.ErrUnsupported].
+func (l *Lock) Guard(ctx context.Context, tx DBTX) error {
+	d, ok := l.m.d.(interface {
+		guard(context.Context, DBTX, DriverLock) error
+	})
+	if !ok {
+		return wrap("guard "+mutexName(l.Name()), errors.ErrUnsupported)
+	}
+	return wrap("guard "+mutexName(l.Name()), d.guard(ctx, tx, l.driver))
+}
+
+func mutexName(name string) string { return "mutex " + name }
+
+// listeners are those of a driver's OnLost.
+type listeners struct {
+	mu  sync.Mutex
+	all []func([]string)
+}
+
+func (l *listeners) add(fn func([]string)) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.all = append(l.all, fn)
+}
+
+func (l *listeners) tell(names []string) {
+	if len(names) == 0 {
+		return
+	}
+	slices.Sort(names)
+	l.mu.Lock()
+	all := slices.Clone(l.all)
+	l.mu.Unlock()
+	for _, fn := range all {
+		fn(slices.Clone(names))
+	}
+}

@@ -1,0 +1,96 @@
+-- Mutexes, table mode: one row per name, kept on release until Purge.
+-- Times and durations are microseconds; a null "now" means the database's clock.
+
+-- Tokens outlive their rows: a name that was purged goes on with larger ones.
+CREATE SEQUENCE IF NOT EXISTS coord_mutex_fence;
+
+-- Renewals stay HOT: what they change has no index, and a page has room for new versions.
+CREATE TABLE IF NOT EXISTS coord_mutex (
+    name       text        COLLATE "C" PRIMARY KEY,
+    owner      text        NOT NULL,
+    fence      bigint      NOT NULL, -- 0 until it is first acquired
+    attempt    bigint      NOT NULL, -- the acquisition that drew this token
+    expires_at timestamptz NOT NULL  -- 'epoch' once released
+) WITH (fillfactor = 40);
+
+INSERT INTO coord_format (table_name, format) VALUES ('coord_mutex', 1) ON CONFLICT DO NOTHING;
+
+-- name: acquire
+-- (name, owner, ttl, now, attempt) row of (granted, owner, fence, expires); none if a rival was faster; a grant
+-- with token 0 has made the row and is to be sent again
+WITH held AS ( -- Look first: a refused attempt writes nothing.
+    SELECT owner, fence, expires_at
+    FROM coord_mutex
+    WHERE name = $1::text AND attempt <> $5::bigint
+    AND expires_at > coalesce(to_timestamp($4::bigint / 1e6), clock_timestamp())
+), won AS (
+    INSERT INTO coord_mutex AS mutex (name, owner, fence, attempt, expires_at)
+    SELECT $1::text, '', 0, 0, 'epoch' -- A free row and no token: one that is drawn before the row is owned can land late.
+    WHERE NOT EXISTS (SELECT FROM held)
+    ON CONFLICT (name) DO UPDATE -- From here on the row is owned.
+    SET name = excluded.name, -- Naming the key takes the full row lock: a takeover waits for open guards.
+        owner = $2::text,
+        fence = nextval('"coord_mutex_fence"'),
+        attempt = $5::bigint,
+        expires_at = coalesce(to_timestamp($4::bigint / 1e6), clock_timestamp()) + $3::bigint * interval '1 microsecond'
+    WHERE mutex.attempt = $5::bigint -- Sent twice by the driver, and the first was granted.
+    OR mutex.expires_at <= coalesce(to_timestamp($4::bigint / 1e6), clock_timestamp())
+    RETURNING owner, fence, expires_at
+)
+SELECT true, owner, fence, (extract(epoch FROM expires_at) * 1000000)::bigint FROM won
+UNION ALL
+SELECT false, owner, fence, (extract(epoch FROM expires_at) * 1000000)::bigint FROM held;
+
+-- name: holder
+-- (name, now) row of (owner, expires); none if it is free
+SELECT owner, (extract(epoch FROM expires_at) * 1000000)::bigint
+FROM coord_mutex
+WHERE name = $1::text
+AND expires_at > coalesce(to_timestamp($2::bigint / 1e6), clock_timestamp());
+
+-- name: undo
+-- (name, attempt) one row changed if that attempt had been granted
+UPDATE coord_mutex
+SET expires_at = 'epoch'
+WHERE name = $1::text AND attempt = $2::bigint
+AND expires_at > 'epoch';
+
+-- name: extend
+-- (name, fence, ttl, now) one row changed if it still carries the token
+UPDATE coord_mutex -- No need to lock first: expiry is not judged, and a TTL that counts from before a wait is only shorter.
+SET expires_at = coalesce(to_timestamp($4::bigint / 1e6), clock_timestamp()) + $3::bigint * interval '1 microsecond'
+WHERE name = $1::text AND fence = $2::bigint
+AND expires_at > 'epoch';
+
+-- name: release
+-- (name, fence) one row changed if it still carried the token
+UPDATE coord_mutex
+SET expires_at = 'epoch'
+WHERE name = $1::text AND fence = $2::bigint
+AND expires_at > 'epoch';
+
+-- name: guard
+-- (name, fence, now) a row if it is still held, and then until the transaction ends
+WITH guarded AS ( -- A takeover waits for this lock, a renewal or a release does not.
+    SELECT expires_at
+    FROM coord_mutex
+    WHERE name = $1::text AND fence = $2::bigint
+    FOR KEY SHARE
+)
+SELECT true
+FROM guarded
+WHERE expires_at > coalesce(to_timestamp($3::bigint / 1e6), clock_timestamp());
+
+-- name: purge
+-- (age, now) as many rows changed as were released, or had expired longer than age ago
+WITH expired AS (
+    SELECT name
+    FROM coord_mutex
+    WHERE expires_at = 'epoch'
+    OR expires_at <= coalesce(to_timestamp($2::bigint / 1e6), clock_timestamp()) - $1::bigint * interval '1 microsecond'
+    ORDER BY name
+    FOR UPDATE SKIP LOCKED -- A row that is in use is not stale.
+)
+DELETE FROM coord_mutex AS mutex
+USING expired
+WHERE mutex.name = expired.name;
