@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
+	"sync"
 	"time"
 )
 
@@ -38,22 +39,37 @@ func (h hold) context(parent context.Context) (context.Context, context.CancelFu
 // keeper renews a hold, and ends it as lost when its deadline comes before a
 // renewal does. It is the only place where coord decides that something is lost by
 // its own clock.
+//
+// It is made of two timers. No renewal is waited for: they have goroutines of their
+// own, one at a time, so that the watchdog bites on time even while the driver is
+// stuck. What is held costs no goroutine in between.
 type keeper struct {
 	hold
 	// renew tells whether what is held was renewed; no is final. An error may
-	// pass, but for ErrClosed. It comes back when its context ends, stuck or not.
-	renew    func(context.Context) (bool, error)
-	every    time.Duration // between renewals, and the most that one may take
-	ttl      time.Duration // counted from the moment before a renewal is sent; 0 does not expire
-	margin   time.Duration // how long before the deadline the hold ends
-	finished chan struct{}
+	// pass, but for ErrClosed.
+	renew  func(context.Context) (bool, error)
+	every  time.Duration // between renewals, and the most that one may take
+	ttl    time.Duration // counted from the moment before a renewal is sent; 0 does not expire
+	margin time.Duration // how long before the deadline the hold ends
+
+	mu       sync.Mutex
+	watchdog *time.Timer
+	next     *time.Timer
+	inFlight chan struct{} // closed when the last renewal is over; nil before the first
+	failures int           // since the last renewal that came through
 }
 
 // keep starts a keeper on something that is held until deadline, the zero time if
-// it does not expire. The keeper ends when its hold does.
+// it does not expire.
 func keep(deadline time.Time, every, ttl, margin time.Duration, renew func(context.Context) (bool, error)) *keeper {
-	k := &keeper{newHold(), renew, every, ttl, margin, make(chan struct{})}
-	go k.run(deadline)
+	k := &keeper{hold: newHold(), renew: renew, every: every, ttl: ttl, margin: margin}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.watchdog = time.AfterFunc(time.Until(deadline)-margin, func() { k.end(ErrLost) })
+	if deadline.IsZero() {
+		k.watchdog.Stop()
+	}
+	k.next = time.AfterFunc(k.pause(), k.run)
 	return k
 }
 
@@ -61,74 +77,62 @@ func keep(deadline time.Time, every, ttl, margin time.Duration, renew func(conte
 // says whether it had been lost before.
 func (k *keeper) stop() error {
 	k.end(nil)
-	<-k.finished
+	k.mu.Lock()
+	k.watchdog.Stop()
+	k.next.Stop()
+	inFlight := k.inFlight
+	k.mu.Unlock()
+	if inFlight != nil {
+		<-inFlight
+	}
 	return k.err()
 }
 
-// renewal is how one ended.
-type renewal struct {
-	sent time.Time
-	held bool
-	err  error
-}
-
-// run waits for no renewal: they have a goroutine of their own, at most one at a
-// time, so that the watchdog bites on time even while the driver is stuck.
-func (k *keeper) run(deadline time.Time) {
-	defer close(k.finished)
-	watchdog := time.NewTimer(time.Until(deadline) - k.margin)
-	defer watchdog.Stop()
-	if deadline.IsZero() {
-		watchdog.Stop()
+// run is one renewal.
+func (k *keeper) run() {
+	over := make(chan struct{})
+	defer close(over)
+	k.mu.Lock()
+	k.inFlight = over
+	k.mu.Unlock()
+	if k.ctx.Err() != nil {
+		return
 	}
-	next := time.NewTimer(k.pause(0))
-	defer next.Stop()
-	var inFlight chan renewal // nil: none
-	for failures := 0; ; {
-		select {
-		case <-k.ctx.Done():
-			if inFlight != nil {
-				<-inFlight
-			}
-			return
-		case <-watchdog.C:
-			k.end(ErrLost)
-		case <-next.C:
-			inFlight = make(chan renewal, 1)
-			go k.send(inFlight)
-		case r := <-inFlight:
-			inFlight = nil
-			switch {
-			case r.err == nil && !r.held, errors.Is(r.err, ErrClosed):
-				k.end(ErrLost)
-			case r.err == nil:
-				failures = 0
-				if k.ttl > 0 {
-					watchdog.Reset(time.Until(r.sent.Add(k.ttl)) - k.margin)
-				}
-			default:
-				failures++
-			}
-			next.Reset(k.pause(failures))
-		}
-	}
-}
-
-// send sends one renewal and gives it up after every: another connection may still
-// come through before the deadline.
-func (k *keeper) send(to chan<- renewal) {
 	ctx, cancel := context.WithTimeout(context.Background(), k.every)
 	defer cancel()
 	sent := time.Now()
-	held, err := k.renew(ctx)
-	to <- renewal{sent, held, err}
+	// Given up after every: another connection may still come through before the deadline.
+	held, err := await(ctx, nil, func() (bool, error) { return k.renew(ctx) }, nil)
+	if err == nil && !held || errors.Is(err, ErrClosed) {
+		k.end(ErrLost)
+		return
+	}
+	k.plan(sent, err)
 }
 
-// pause is how long to wait for the next renewal after so many failed ones. It is
-// jittered: many holds that began together must not renew together for ever.
-func (k *keeper) pause(failures int) time.Duration {
-	if failures > 0 {
-		return backoff(failures, 10*time.Millisecond, k.every/4)
+// plan sets the timers after a renewal that was sent at a time, and may have
+// failed.
+func (k *keeper) plan(sent time.Time, err error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.ctx.Err() != nil {
+		return
+	}
+	k.failures++
+	if err == nil {
+		k.failures = 0
+		if k.ttl > 0 {
+			k.watchdog.Reset(time.Until(sent.Add(k.ttl)) - k.margin)
+		}
+	}
+	k.next.Reset(k.pause())
+}
+
+// pause is how long to wait for the next renewal. It is jittered: many holds that
+// began together must not renew together for ever.
+func (k *keeper) pause() time.Duration {
+	if k.failures > 0 {
+		return backoff(k.failures, 10*time.Millisecond, k.every/4)
 	}
 	return k.every - rand.N(k.every/10+1)
 }

@@ -232,11 +232,7 @@ func (m *Mutex) try(ctx context.Context, name string, p *place) (*Lock, error) {
 	m.mu.Lock()
 	m.locks[name] = l
 	m.mu.Unlock()
-	context.AfterFunc(l.keeper.ctx, func() {
-		if l.Err() != nil {
-			m.drop(l) // Nobody waits for the Unlock of what is lost.
-		}
-	})
+	l.ended = context.AfterFunc(l.keeper.ctx, func() { m.drop(l) }) // Nobody waits for the Unlock of what is lost.
 	return l, nil
 }
 
@@ -314,6 +310,7 @@ type Lock struct {
 	driver DriverLock
 	place  *place
 	keeper *keeper
+	ended  func() bool // keeps the end of the hold from letting others through
 	unlock sync.Once
 	result error // of the first Unlock
 }
@@ -345,6 +342,7 @@ func (l *Lock) Context(parent context.Context) (context.Context, context.CancelF
 // error the lock is left to its TTL. Further calls return what the first did.
 func (l *Lock) Unlock(ctx context.Context) error {
 	l.unlock.Do(func() {
+		l.ended() // Others come after the release.
 		lost := l.keeper.stop()
 		released, err := l.m.d.Release(ctx, l.driver) // Lost by our clock it may still be there, in the way of others.
 		l.m.drop(l)

@@ -222,7 +222,8 @@ var errAbandoned = errors.New("no answer from the driver")
 
 // await runs do on a goroutine of its own and returns its result. If ctx ends
 // first it returns at once, and late, if not nil, is handed the result whenever do
-// comes back: a driver may be stuck for as long as the network likes.
+// comes back: a driver may be stuck for as long as the network likes. Close of c,
+// which may be nil, waits a while for that.
 func await[T any](ctx context.Context, c *Coord, do func() (T, error), late func(T, error)) (T, error) {
 	type outcome struct {
 		result T
@@ -238,14 +239,18 @@ func await[T any](ctx context.Context, c *Coord, do func() (T, error), late func
 			if late != nil {
 				late(result, err)
 			}
-			c.late.Done()
+			if c != nil {
+				c.late.Done()
+			}
 		}
 	}()
 	select {
 	case o := <-done:
 		return o.result, o.err
 	case <-ctx.Done():
-		c.late.Add(1)
+		if c != nil {
+			c.late.Add(1)
+		}
 		close(abandoned)
 		var none T
 		return none, fmt.Errorf("%w: %w", errAbandoned, ended(ctx))

@@ -141,12 +141,15 @@ func leasePairs(b testing.TB, e *env) []pair {
 	return pairs
 }
 
-// benchmark runs what of measures of every pair on every engine.
-func benchmark(b *testing.B, pairs func(testing.TB, *env) []pair, of func(*testing.B, pair)) {
+// benchmark runs what measures every pair on every engine.
+func benchmark(b *testing.B, pairs func(testing.TB, *env) []pair, measure func(*testing.B, pair)) {
 	for _, e := range engines {
+		if e.pooler {
+			continue // There is no bare prepared statement to compare with.
+		}
 		b.Run(e.name, func(b *testing.B) {
 			for _, p := range pairs(b, newEnv(b, e, nil)) {
-				b.Run(p.name, func(b *testing.B) { of(b, p) })
+				b.Run(p.name, func(b *testing.B) { measure(b, p) })
 			}
 		})
 	}

@@ -33,13 +33,21 @@ type engine struct {
 	driver  string
 	dialect coord.Dialect
 	dsn     func(testing.TB) string // of a database of the test's own
+	pooler  bool                    // there is a PgBouncer in transaction mode before it
 }
 
 var engines = []engine{
-	{"sqlite-memory", "sqlite", coord.SQLite, memoryDSN},
-	{"sqlite-file", "sqlite", coord.SQLite, fileDSN},
-	{"postgres-pq", "postgres", coord.Postgres, testdb.Postgres},
-	{"postgres-pgx", "pgx", coord.Postgres, testdb.Postgres},
+	{"sqlite-memory", "sqlite", coord.SQLite, memoryDSN, false},
+	{"sqlite-file", "sqlite", coord.SQLite, fileDSN, false},
+	{"postgres-pq", "postgres", coord.Postgres, testdb.Postgres, false},
+	{"postgres-pgx", "pgx", coord.Postgres, testdb.Postgres, false},
+	{"pgbouncer-pq", "postgres", coord.Postgres, through("binary_parameters=yes"), true},
+	{"pgbouncer-pgx", "pgx", coord.Postgres, through("default_query_exec_mode=exec"), true},
+}
+
+// through is PgBouncer's URL with what a driver needs there.
+func through(parameter string) func(testing.TB) string {
+	return func(t testing.TB) string { t.Helper(); return testdb.PgBouncer(t) + "&" + parameter }
 }
 
 func (e engine) postgres() bool { return e.dialect == coord.Postgres }
@@ -79,10 +87,10 @@ func eachEngine(t *testing.T, test func(*testing.T, *env)) {
 	}
 }
 
-// eachPostgres is eachEngine without SQLite.
+// eachPostgres is eachEngine without SQLite and poolers.
 func eachPostgres(t *testing.T, test func(*testing.T, *env)) {
 	for _, e := range engines {
-		if e.postgres() {
+		if e.postgres() && !e.pooler {
 			t.Run(e.name, func(t *testing.T) { test(t, newEnv(t, e, nil)) })
 		}
 	}
@@ -117,7 +125,7 @@ func (e *env) open(t testing.TB) *sql.DB {
 }
 
 func (e *env) config() coord.Config {
-	cfg := coord.Config{Timeout: 30 * time.Second} // The machine may be busy, and SQLite's writers queue.
+	cfg := coord.Config{Timeout: 30 * time.Second, NoPrepare: e.pooler} // The machine may be busy, and SQLite's writers queue.
 	if e.clock != nil {
 		cfg.Clock = e.clock.Now
 	}

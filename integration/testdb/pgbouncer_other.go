@@ -1,0 +1,14 @@
+//go:build !unix
+
+package testdb
+
+import "testing"
+
+// PgBouncer skips the test.
+func PgBouncer(tb testing.TB) string {
+	tb.Helper()
+	tb.Skip("PGBOUNCER TESTS ARE SKIPPED on this system")
+	return ""
+}
+
+func stopBouncer() {}
