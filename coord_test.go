@@ -436,6 +436,7 @@ func TestDriverErrors(t *testing.T) {
 			{&pq.Error{Code: "42501"}, true},
 			{&pq.Error{Code: "57P01"}, false},
 			{errors.New("broken pipe"), false},
+			{sql.ErrConnDone, false}, // what database/sql makes of ErrBadConn on a kept connection
 		} {
 			t.Run(fmt.Sprint(op, test.err), func(t *testing.T) {
 				synctest.Test(t, func(t *testing.T) {
@@ -569,6 +570,54 @@ func TestLostReply(t *testing.T) {
 			t.Errorf("%d statements more after it was found", len(now)-len(sent))
 		}
 	})
+}
+
+// TestLostReplyDuringClose: the undo still goes out.
+func TestLostReplyDuringClose(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := &fakeDriver{}
+		c := newCoord(t, d, Config{})
+		d.answer = func(s statement) (driver.Rows, error) {
+			if s.text == c.leases.acquire {
+				time.Sleep(time.Second)
+				return nil, driver.ErrBadConn
+			}
+			return noRows{}, nil
+		}
+		go c.Leases().Acquire(t.Context(), "g", 3, "o", time.Minute)
+		synctest.Wait()
+		c.Close()
+		sent := d.statements()
+		if len(sent) != 2 || sent[1].text != c.leases.undo {
+			t.Errorf("sent %v, want the acquisition and its undo", sent)
+		}
+	})
+}
+
+// TestStuckFirstUse: a look-up that hangs is given up after the timeout too.
+func TestStuckFirstUse(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		stuck := make(chan struct{})
+		d := &fakeDriver{answer: func(statement) (driver.Rows, error) { <-stuck; return noRows{}, nil }}
+		c := newCoord(t, d, Config{Timeout: 3 * time.Second})
+		c.leases.table.ready.Store(false)
+		start := time.Now()
+		_, err := c.Leases().Owners(context.Background(), "g")
+		if took := time.Since(start); !errors.Is(err, context.DeadlineExceeded) || took != 3*time.Second {
+			t.Errorf("Owners = %v after %v, want DeadlineExceeded after 3 s", err, took)
+		}
+		close(stuck)
+	})
+}
+
+// TestClockBefore1970: what is released is marked by that moment.
+func TestClockBefore1970(t *testing.T) {
+	for _, at := range []time.Time{{}, time.Unix(-1, 0)} {
+		c, _ := newMock(t, Config{Clock: func() time.Time { return at }})
+		if _, err := c.Leases().Owners(t.Context(), "g"); !errors.Is(err, ErrInvalid) {
+			t.Errorf("Owners at %v = %v, want ErrInvalid", at, err)
+		}
+	}
 }
 
 // TestRefusalIsNotUndone: a reply that came is believed.

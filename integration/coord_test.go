@@ -254,6 +254,73 @@ func TestNewerFormat(t *testing.T) {
 	})
 }
 
+// TestNewerFormatTouchesNothing: not even a table that is missing is made.
+func TestNewerFormatTouchesNothing(t *testing.T) {
+	eachEngine(t, func(t *testing.T, e *env) {
+		if err := e.coord(t).Migrate(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		e.exec(t, "DROP TABLE coord_lease")
+		e.exec(t, "UPDATE coord_format SET format = 2 WHERE table_name = 'coord_format'")
+		c := newCoord(t, e.open(t), e.dialect, e.config())
+		if _, err := c.Leases().Owners(t.Context(), "jobs"); !errors.Is(err, coord.ErrFormat) {
+			t.Errorf("Owners = %v, want ErrFormat", err)
+		}
+		if _, err := e.db.Exec("SELECT 1 FROM coord_lease"); err == nil {
+			t.Error("the table was made")
+		}
+	})
+}
+
+// TestSearchPath: tables are never made before others of their kind that the
+// search_path also reaches: two processes would not see the same ones.
+func TestSearchPath(t *testing.T) {
+	eachPostgres(t, func(t *testing.T, e *env) {
+		if _, err := e.coord(t).Leases().Acquire(t.Context(), "jobs", 0, "o", time.Hour); err != nil {
+			t.Fatal(err)
+		}
+		e.exec(t, "CREATE SCHEMA mine")
+		other := *e
+		other.url += "&search_path=mine,public"
+		c := newCoord(t, other.open(t), e.dialect, e.config())
+		if _, err := c.Leases().Acquire(t.Context(), "jobs", 0, "p", time.Hour); !errors.Is(err, coord.ErrHeld) {
+			t.Errorf("Acquire on the tables in public = %v, want ErrHeld", err)
+		}
+		if _, err := c.Members().List(t.Context(), "web"); !errors.Is(err, coord.ErrFormat) || !strings.Contains(err.Error(), "Config.Schema") {
+			t.Errorf("List whose table would be made in mine = %v, want ErrFormat that says what to do", err)
+		}
+		cfg := e.config()
+		cfg.Schema = "public"
+		useEverything(t, newCoord(t, other.open(t), e.dialect, cfg))
+	})
+}
+
+// TestCloseDuringFirstUse leaves no connection borrowed, whenever it comes.
+func TestCloseDuringFirstUse(t *testing.T) {
+	eachEngine(t, func(t *testing.T, e *env) {
+		for i := range 25 {
+			cfg := e.config()
+			cfg.Prefix = fmt.Sprintf("r%d_", i)
+			db := e.open(t)
+			c := newCoord(t, db, e.dialect, cfg)
+			used := make(chan struct{})
+			go func() {
+				defer close(used)
+				_, err := c.Leases().Acquire(context.Background(), "jobs", 0, "o", time.Hour)
+				if err != nil && !errors.Is(err, coord.ErrClosed) {
+					t.Errorf("Acquire = %v, want success or ErrClosed", err)
+				}
+			}()
+			time.Sleep(time.Duration(i) * 300 * time.Microsecond) // The moment is what varies.
+			c.Close()
+			<-used
+			if n := db.Stats().InUse; n != 0 {
+				t.Errorf("%d connections are in use after Close", n)
+			}
+		}
+	})
+}
+
 // ownDialect is a dialect made outside of the package.
 type ownDialect struct {
 	coord.Dialect

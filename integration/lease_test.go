@@ -482,6 +482,76 @@ func TestLeaseWaitedGrant(t *testing.T) {
 	})
 }
 
+// TestLeaseRenewJudgesLast: a lease that expires while the renewal waits for
+// another row is lost.
+func TestLeaseRenewJudgesLast(t *testing.T) {
+	eachPostgres(t, func(t *testing.T, e *env) {
+		s := e.coord(t).Leases()
+		for _, partition := range []int{1, 2} {
+			ttl := map[int]time.Duration{1: e.ttl(), 2: time.Hour}[partition]
+			if _, err := s.Acquire(t.Context(), "jobs", partition, "o", ttl); err != nil {
+				t.Fatal(err)
+			}
+		}
+		tx, err := e.db.Begin()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer tx.Rollback()
+		if _, err := tx.Exec("SELECT FROM coord_lease WHERE partition = 2 FOR UPDATE"); err != nil {
+			t.Fatal(err)
+		}
+		renewed := make(chan []coord.Lease, 1)
+		go func() {
+			leases, err := s.Renew(context.Background(), "jobs", []int{1, 2}, "o", time.Hour)
+			if err != nil {
+				t.Error(err)
+			}
+			renewed <- leases
+		}()
+		eventually(t, "the renewal waits for the second row", func() (waits bool) {
+			e.scan(t, "SELECT count(*) > 0 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()", &waits)
+			return waits
+		})
+		e.pass(t, e.now(t).Add(e.ttl()))
+		tx.Rollback()
+		if leases := <-renewed; len(leases) != 1 || leases[0].Partition != 2 {
+			t.Errorf("Renew = %v, want the second alone", leases)
+		}
+	})
+}
+
+// TestLeaseLateAttempt: an acquisition that arrives after a later one of the same
+// Coord does not supersede it.
+func TestLeaseLateAttempt(t *testing.T) {
+	eachEngine(t, func(t *testing.T, e *env) {
+		s := e.coord(t).Leases()
+		lease := grant(t, s, "o", time.Hour)
+		var attempt int64
+		e.scan(t, "SELECT attempt FROM coord_lease", &attempt)
+		acquire := sectionText(t, e.dialect, "lease.sql", "acquire")
+		for _, c := range []struct {
+			attempt int64
+			granted int
+		}{{attempt - 1, 0}, {attempt, 1}, {attempt + 1, 1}, {attempt + 1<<32, 1}, {attempt - 1, 1}} {
+			granted := 0
+			rows, err := e.db.Query(acquire, "jobs", int64(3), "o", time.Hour.Microseconds(), nil, c.attempt)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for rows.Next() {
+				granted++
+			}
+			if err := rows.Close(); err != nil || granted != c.granted {
+				t.Errorf("attempt %+d after %+d: %d rows, %v, want %d", c.attempt-attempt, 0, granted, err, c.granted)
+			}
+		}
+		if again := grant(t, s, "o", time.Hour); again.Epoch <= lease.Epoch {
+			t.Errorf("epoch %d after %d", again.Epoch, lease.Epoch)
+		}
+	})
+}
+
 // TestLeaseRenewOppositeOrders: renewals of overlapping sets never deadlock.
 func TestLeaseRenewOppositeOrders(t *testing.T) {
 	eachEngine(t, func(t *testing.T, e *env) {
