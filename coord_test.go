@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/fstest"
 	"testing/synctest"
@@ -509,13 +510,15 @@ func TestStuckDriver(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				stuck := make(chan struct{})
 				d := &fakeDriver{}
+				var calls atomic.Int64
 				d.answer = func(s statement) (driver.Rows, error) {
-					if s.conn == 1 {
+					if calls.Add(1) == 2 {
 						<-stuck
 					}
 					return nil, &pq.Error{Code: "42501"}
 				}
 				c := newCoord(t, d, Config{Timeout: 3 * time.Second})
+				call(t.Context(), c) // Pins the connection, which then gets stuck.
 				start := time.Now()
 				err := call(t.Context(), c)
 				if took := time.Since(start); !errors.Is(err, context.DeadlineExceeded) || took != 3*time.Second {

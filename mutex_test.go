@@ -165,6 +165,27 @@ func TestKeeperDeadline(t *testing.T) {
 	})
 }
 
+// TestKeeperCountsFromTheSend: a renewal whose reply takes its time is good for the
+// TTL from when it was sent.
+func TestKeeperCountsFromTheSend(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := &memoryDriver{}
+		d.extend = func(context.Context) (bool, error) {
+			if len(d.renewals()) > 1 {
+				return false, errors.New("no route")
+			}
+			time.Sleep(8 * time.Second)
+			return true, nil
+		}
+		lock := lockedFor30s(t, d)
+		<-lock.Done()
+		if took := time.Since(d.renewals()[0]); took != 27*time.Second {
+			t.Errorf("lost %v after the last good renewal was sent, want 27 s", took)
+		}
+		lock.Unlock(t.Context())
+	})
+}
+
 // TestKeeperOneInFlight: a renewal that is slow is waited for before the next.
 func TestKeeperOneInFlight(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

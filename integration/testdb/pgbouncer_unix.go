@@ -62,9 +62,12 @@ func startBouncer(server *url.URL) (addr string, stop func(), err error) {
 		return "", nil, err
 	}
 	config := filepath.Join(dir, "pgbouncer.ini")
-	password, _ := server.User.Password()
+	password, given := server.User.Password()
+	if given { // An empty one is a configuration error.
+		password = " password='" + strings.ReplaceAll(password, "'", "''") + "'"
+	}
 	text := fmt.Sprintf(`[databases]
-* = host=%s port=%s user=%s password='%s'
+* = host=%s port=%s user=%s%s
 [pgbouncer]
 listen_addr = 127.0.0.1
 listen_port = %d
@@ -77,7 +80,7 @@ ignore_startup_parameters = extra_float_digits
 verbose = 0
 log_connections = 0
 log_disconnections = 0
-`, server.Hostname(), server.Port(), server.User.Username(), strings.ReplaceAll(password, "'", "''"), free.Port)
+`, server.Hostname(), server.Port(), server.User.Username(), password, free.Port)
 	user, err := unprivileged()
 	if err == nil {
 		err = os.WriteFile(config, []byte(text), 0o600)
