@@ -39,6 +39,65 @@ func Example() {
 	check(tx.Commit())
 }
 
+// A job that runs once per night, however many replicas are told to start it: the
+// mutex lets one at a time through, and the row says who was first. The guard makes
+// the two one: no replica that has lost the lock can write the row.
+func ExampleMutex_Do() {
+	ctx := context.Background()
+	db, err := sql.Open("postgres", "postgres://localhost/app")
+	check(err)
+	c, err := coord.New(db, coord.Postgres, coord.Config{})
+	check(err)
+	defer c.Close()
+	driver, err := c.TableDriver(coord.DriverConfig{})
+	check(err)
+	mutex, err := coord.NewMutex(driver, coord.MutexConfig{})
+	check(err)
+
+	check(mutex.Do(ctx, "nightly-report", func(ctx context.Context, lock *coord.Lock) error {
+		tx, err := db.BeginTx(ctx, nil)
+		if err != nil {
+			return err
+		}
+		defer tx.Rollback()
+		if err := lock.Guard(ctx, tx); err != nil {
+			return err
+		}
+		first, err := tx.ExecContext(ctx, "INSERT INTO report (night) VALUES (current_date) ON CONFLICT DO NOTHING")
+		if err != nil {
+			return err
+		}
+		if n, err := first.RowsAffected(); n == 0 || err != nil {
+			return err // Another replica has done it.
+		}
+		return tx.Commit()
+	}))
+}
+
+// A write that only the holder of the lock can make, wherever it has been
+// suspended in between.
+func ExampleLock_Guard() {
+	ctx := context.Background()
+	var db *sql.DB
+	var mutex *coord.Mutex
+
+	lock, err := mutex.TryLock(ctx, "account/4711")
+	if errors.Is(err, coord.ErrHeld) {
+		return
+	}
+	check(err)
+	defer lock.Unlock(ctx)
+	tx, err := db.BeginTx(ctx, nil)
+	check(err)
+	defer tx.Rollback()
+	if errors.Is(lock.Guard(ctx, tx), coord.ErrLost) {
+		return // Somebody else has the account by now.
+	}
+	_, err = tx.ExecContext(ctx, "UPDATE account SET balance = balance - 10 WHERE id = 4711")
+	check(err)
+	check(tx.Commit())
+}
+
 func check(err error) {
 	if err != nil {
 		log.Fatal(err)
