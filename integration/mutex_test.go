@@ -384,7 +384,11 @@ func TestCounter(t *testing.T) {
 				continue // Nothing expires there.
 			}
 			t.Run(fmt.Sprint("random=", random), func(t *testing.T) {
-				const processes, increments = 4, 2000
+				const processes = 4
+				increments := 2000
+				if e.pooler {
+					increments = 400
+				}
 				id := "bigserial PRIMARY KEY"
 				if !e.postgres() {
 					id = "INTEGER PRIMARY KEY"
@@ -861,7 +865,10 @@ func TestLockEnds(t *testing.T) {
 // the caller has the lock or nobody has.
 func TestLockSweep(t *testing.T) {
 	eachMutex(t, func(t *testing.T, e *env, mode string) {
-		const moments = 500
+		moments := 500
+		if e.pooler {
+			moments = 100
+		}
 		d, rival := e.mutexDriver(t, mode), e.mutexDriver(t, mode)
 		m := newMutex(t, d, coord.MutexConfig{TTL: time.Hour})
 		warm, err := m.Lock(t.Context(), "m")
