@@ -30,6 +30,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -252,7 +253,10 @@ func (c *Coord) Close() error {
 		defer cancel()
 		c.busy.Wait()
 		c.session.close()
-		for _, d := range c.drivers {
+		c.mu.Lock()
+		drivers := slices.Clone(c.drivers)
+		c.mu.Unlock()
+		for _, d := range drivers {
 			d.end()
 		}
 		bounded(ctx, c, func() {
@@ -273,9 +277,12 @@ func wait(ctx context.Context, group *sync.WaitGroup) {
 	}
 }
 
+// releasing marks the context of a release.
+type releasing struct{}
+
 // begin admits one operation: not after Close, and not on a context that has
-// ended. The context it returns also ends when Close is called; done must be
-// called at the end.
+// ended. The context it returns also ends when Close is called, unless it is a
+// release's; done must be called at the end.
 func (c *Coord) begin(ctx context.Context) (_ context.Context, done func(), err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -289,6 +296,9 @@ func (c *Coord) begin(ctx context.Context) (_ context.Context, done func(), err 
 		return nil, nil, invalid("Config.Clock is before 1970, which marks what is released")
 	}
 	c.busy.Add(1)
+	if ctx.Value(releasing{}) != nil {
+		return ctx, c.busy.Done, nil
+	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	stop := context.AfterFunc(c.life, func() { cancel(ErrClosed) })
 	return ctx, func() { stop(); cancel(nil); c.busy.Done() }, nil
@@ -297,7 +307,7 @@ func (c *Coord) begin(ctx context.Context) (_ context.Context, done func(), err 
 // detach is the context of a release: it goes through whatever becomes of ctx, for
 // no longer than [Config.Timeout].
 func (c *Coord) detach(ctx context.Context) (context.Context, context.CancelFunc) {
-	return context.WithTimeout(context.WithoutCancel(ctx), c.cfg.Timeout)
+	return context.WithTimeout(context.WithValue(context.WithoutCancel(ctx), releasing{}, true), c.cfg.Timeout)
 }
 
 // onTable is one operation of a primitive: it runs do on the pinned session, again
@@ -375,10 +385,14 @@ func acquire[T any](ctx context.Context, c *Coord, t *table, what string, try fu
 	return result, err
 }
 
-// outlast is a context that ends [Config.Timeout] after ctx does.
+// outlast is a context that ends [Config.Timeout] after ctx does, or with Close:
+// what is granted after that nobody frees.
 func (c *Coord) outlast(ctx context.Context) (context.Context, context.CancelFunc) {
 	longer, cancel := context.WithCancel(context.WithoutCancel(ctx))
-	stop := context.AfterFunc(ctx, func() { time.AfterFunc(c.cfg.Timeout, cancel) })
+	stop := context.AfterFunc(ctx, func() {
+		timer := time.AfterFunc(c.cfg.Timeout, cancel)
+		context.AfterFunc(c.life, func() { timer.Stop(); cancel() })
+	})
 	return longer, func() { stop(); cancel() }
 }
 
@@ -484,6 +498,13 @@ func (c *Coord) unsupported() error {
 	return fmt.Errorf("dialect %s: %w", c.dialect.Name(), errors.ErrUnsupported)
 }
 
+// disown forgets a driver that has ended.
+func (c *Coord) disown(d interface{ end() }) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.drivers = slices.DeleteFunc(c.drivers, func(known interface{ end() }) bool { return known == d })
+}
+
 // own makes Close end d too.
 func (c *Coord) own(d interface{ end() }) error {
 	c.mu.Lock()
@@ -507,7 +528,7 @@ func (c *Coord) now() any {
 // classify is the dialect's word, but for what database/sql itself says of a
 // connection: it turns a driver's ErrBadConn on a kept one into ErrConnDone.
 func (c *Coord) classify(err error) Failure {
-	if errors.Is(err, driver.ErrBadConn) || errors.Is(err, sql.ErrConnDone) {
+	if errors.Is(err, driver.ErrBadConn) || errors.Is(err, sql.ErrConnDone) || errors.As(err, new(doubt)) {
 		return FailureConnection
 	}
 	return c.dialect.Classify(err)
@@ -546,19 +567,23 @@ func (c *Coord) undo(what string, answer <-chan error, free func(context.Context
 		defer cancel()
 		final := false
 		for wait := 10 * time.Millisecond; ; wait *= 2 {
+			closing := c.life.Done()
+			if answer != nil {
+				closing = nil // Close ends the statement, which then answers.
+			}
 			select {
 			case err := <-answer:
 				if err != nil && !errors.As(err, new(unsure)) {
 					return // It was refused or failed for sure.
 				}
 				final, answer = err == nil, nil
-			case <-c.life.Done(): // Once more, at once.
+			case <-closing: // Once more, at once.
 				final = true
 			case <-ctx.Done():
 			case <-time.After(wait):
 			}
 			found, err := await(ctx, c, func() (bool, error) { return free(ctx) }, nil)
-			if found || final && err == nil || ctx.Err() != nil || c.life.Err() != nil {
+			if found || final && err == nil || ctx.Err() != nil || answer == nil && c.life.Err() != nil {
 				if err != nil {
 					c.cfg.Logger.Warn("coord: a grant whose reply was lost may stay until its TTL", "what", what, "error", err)
 				}

@@ -15,6 +15,7 @@ const knownFormat = 1
 
 // table is one table of a primitive: what makes it, and whether it has been seen.
 type table struct {
+	base   string // its default name
 	schema string
 	name   string
 	record string // its name in the format records
@@ -84,19 +85,25 @@ func (c *Coord) Schema(types ...ReservationScope) (string, error) {
 }
 
 // newTable registers the table of a file under its configured name, or returns the
-// one that has been.
-func (c *Coord) newTable(n names, name, ddl string) *table {
-	t := &table{record: n.value(name), ddl: ddl, turn: make(chan struct{}, 1)}
-	t.schema, t.name = n.table(name)
+// one that has been. A name that is another file's is [ErrInvalid].
+func (c *Coord) newTable(n names, base, ddl, purge string, guards ...string) (*table, error) {
+	t := &table{base: base, record: n.value(base), ddl: ddl, purge: purge, guards: guards, turn: make(chan struct{}, 1)}
+	t.schema, t.name = n.table(base)
+	if t.record == c.format.name {
+		return nil, invalid("table %s is that of the formats", t.record)
+	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, known := range c.tables {
-		if known.record == t.record {
-			return known
+		switch {
+		case known.record == t.record && known.base == base:
+			return known, nil
+		case known.record == t.record:
+			return nil, invalid("table %s is that of %s", t.record, known.base)
 		}
 	}
 	c.tables = append(c.tables, t)
-	return t
+	return t, nil
 }
 
 // known returns the tables that have been registered so far.

@@ -53,6 +53,7 @@ type keeper struct {
 	margin time.Duration // how long before the deadline the hold ends
 
 	mu       sync.Mutex
+	deadline time.Time // zero if it does not expire
 	watchdog *time.Timer
 	next     *time.Timer
 	inFlight chan struct{} // closed when the last renewal is over; nil before the first
@@ -62,7 +63,7 @@ type keeper struct {
 // keep starts a keeper on something that is held until deadline, the zero time if
 // it does not expire.
 func keep(deadline time.Time, every, ttl, margin time.Duration, renew func(context.Context) (bool, error)) *keeper {
-	k := &keeper{hold: newHold(), renew: renew, every: every, ttl: ttl, margin: margin}
+	k := &keeper{hold: newHold(), renew: renew, every: every, ttl: ttl, margin: margin, deadline: deadline}
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.watchdog = time.AfterFunc(time.Until(deadline)-margin, func() { k.end(ErrLost) })
@@ -73,7 +74,7 @@ func keep(deadline time.Time, every, ttl, margin time.Duration, renew func(conte
 	return k
 }
 
-// stop gives the hold up, waits for a renewal in flight, which every bounds, and
+// stop gives the hold up, waits for a renewal in flight, no longer than every, and
 // says whether it had been lost before.
 func (k *keeper) stop() error {
 	k.end(nil)
@@ -94,7 +95,11 @@ func (k *keeper) run() {
 	defer close(over)
 	k.mu.Lock()
 	k.inFlight = over
+	late := !k.deadline.IsZero() && time.Until(k.deadline) <= k.margin
 	k.mu.Unlock()
+	if late { // Both timers were due: the process was suspended.
+		k.end(ErrLost)
+	}
 	if k.ctx.Err() != nil {
 		return
 	}
@@ -122,7 +127,8 @@ func (k *keeper) plan(sent time.Time, err error) {
 	if err == nil {
 		k.failures = 0
 		if k.ttl > 0 {
-			k.watchdog.Reset(time.Until(sent.Add(k.ttl)) - k.margin)
+			k.deadline = sent.Add(k.ttl)
+			k.watchdog.Reset(time.Until(k.deadline) - k.margin)
 		}
 	}
 	k.next.Reset(k.pause())

@@ -10,7 +10,8 @@ import (
 )
 
 // MutexDriver is where mutexes are kept: a [TableDriver] or an [AdvisoryDriver].
-// Its methods are safe for concurrent use and never wait for a lock.
+// Its methods are safe for concurrent use, never wait for a lock, and return soon
+// after their context has ended.
 type MutexDriver interface {
 	// Acquire takes the lock for ttl, or returns an ErrHeld, also when this driver
 	// itself holds it.
@@ -71,10 +72,14 @@ type Mutex struct {
 }
 
 // place is one caller's place in the line for a name.
-type place struct{ first chan struct{} } // closed when nobody is before it
+type place struct {
+	first chan struct{} // closed when nobody is before it
+	lost  bool          // told of a loss while it asks; under the mutex's mu
+}
 
-// NewMutex returns a Mutex on a driver. It does no I/O, and has no Close: unlock
-// what was locked, then close the driver.
+// NewMutex returns a Mutex on a driver, which remembers it until it is closed: make
+// one, not one per lock. It does no I/O, and has no Close: unlock what was locked,
+// then close the driver.
 func NewMutex(d MutexDriver, cfg MutexConfig) (*Mutex, error) {
 	if d == nil {
 		return nil, wrap("new mutex", invalid("the driver is nil"))
@@ -113,7 +118,7 @@ func orDefault(d *time.Duration, value time.Duration) {
 
 // TryLock takes the lock if it is free, and returns an [ErrHeld] if not, also if
 // another caller of this Mutex has it or waits for it.
-func (m *Mutex) TryLock(ctx context.Context, name string) (*Lock, error) {
+func (m *Mutex) TryLock(ctx context.Context, name string) (lock *Lock, err error) {
 	if err := m.check(ctx, name); err != nil {
 		return nil, err
 	}
@@ -121,28 +126,29 @@ func (m *Mutex) TryLock(ctx context.Context, name string) (*Lock, error) {
 	if p == nil {
 		return nil, &HeldError{What: mutexName(name)}
 	}
-	lock, err := m.try(ctx, name, p)
-	if err != nil {
-		m.leave(name, p)
-	}
-	return lock, err
+	defer func() {
+		if lock == nil { // Also if the driver panics.
+			m.leave(name, p)
+		}
+	}()
+	return m.try(ctx, name, p)
 }
 
 // Lock takes the lock, and waits for it if it is held. If ctx ends the wait, see
 // [ErrAcquireTimeout]; nothing stays locked then.
 //
 // The context bounds the acquisition only, not how long the lock is held.
-func (m *Mutex) Lock(ctx context.Context, name string) (*Lock, error) {
+func (m *Mutex) Lock(ctx context.Context, name string) (lock *Lock, err error) {
 	if err := m.check(ctx, name); err != nil {
 		return nil, err
 	}
 	p := m.join(name, true)
-	lock, err := m.wait(ctx, name, p)
-	if err != nil {
-		m.leave(name, p)
-		return nil, wrap("lock "+name, err)
-	}
-	return lock, nil
+	defer func() {
+		if lock == nil { // Also if the driver panics.
+			m.leave(name, p)
+		}
+	}()
+	return m.wait(ctx, name, p)
 }
 
 // Do calls fn while it holds the lock, waiting for it as Lock does, and returns
@@ -154,10 +160,14 @@ func (m *Mutex) Do(ctx context.Context, name string, fn func(ctx context.Context
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, lock.Unlock(ctx)) }()
-	ctx, cancel := lock.Context(ctx)
+	defer func() {
+		if unlock := lock.Unlock(ctx); unlock != nil {
+			err = errors.Join(err, unlock)
+		}
+	}()
+	under, cancel := lock.Context(ctx)
 	defer cancel()
-	return fn(ctx, lock)
+	return fn(under, lock)
 }
 
 func (m *Mutex) check(ctx context.Context, name string) error {
@@ -180,7 +190,7 @@ func (m *Mutex) wait(ctx context.Context, name string, p *place) (*Lock, error) 
 	select {
 	case <-p.first:
 	case <-ctx.Done():
-		return nil, waited(ctx, held, nil)
+		return nil, waited(ctx, name, held, nil)
 	}
 	for attempts := 1; ; attempts++ {
 		lock, err := m.try(ctx, name, p)
@@ -188,35 +198,38 @@ func (m *Mutex) wait(ctx context.Context, name string, p *place) (*Lock, error) 
 		case err == nil:
 			return lock, nil
 		case !errors.Is(err, ErrHeld):
-			return nil, waited(ctx, held, err)
+			return nil, waited(ctx, name, held, err)
 		}
 		held = err
 		select {
 		case <-ctx.Done():
-			return nil, waited(ctx, held, nil)
+			return nil, waited(ctx, name, held, nil)
 		case <-time.After(backoff(attempts, m.cfg.RetryMin, m.cfg.RetryMax)):
 		}
 	}
 }
 
-// waited is the error of a wait that ctx or a failure has ended, see
-// [ErrAcquireTimeout].
-func waited(ctx context.Context, held, failure error) error {
+// waited is the error of a wait for a name that ctx or a failure, which says what
+// failed, has ended: see [ErrAcquireTimeout].
+func waited(ctx context.Context, name string, held, failure error) error {
 	timeout := errors.Is(ctx.Err(), context.DeadlineExceeded)
 	if ctx.Err() != nil {
-		failure = ended(ctx)
+		failure = wrap("lock "+name, ended(ctx))
 	}
 	switch {
 	case held == nil:
 		return failure
 	case timeout:
-		return fmt.Errorf("%w: %w: %w", ErrAcquireTimeout, failure, held)
+		return fmt.Errorf("%w: %w: %w", failure, ErrAcquireTimeout, held)
 	}
 	return fmt.Errorf("%w: %w", failure, held)
 }
 
 // try asks the driver once, for the caller who is first in the line.
 func (m *Mutex) try(ctx context.Context, name string, p *place) (*Lock, error) {
+	m.mu.Lock()
+	p.lost = false
+	m.mu.Unlock()
 	acquired, err := m.d.Acquire(ctx, name, m.cfg.TTL)
 	if err != nil {
 		return nil, err
@@ -225,14 +238,18 @@ func (m *Mutex) try(ctx context.Context, name string, p *place) (*Lock, error) {
 	if !m.d.Expiring() {
 		ttl = 0
 	}
-	l := &Lock{m: m, driver: acquired, place: p}
+	l := &Lock{m: m, name: name, driver: acquired, place: p}
 	l.keeper = keep(acquired.Deadline, m.cfg.Renew, ttl, m.cfg.Margin, func(ctx context.Context) (bool, error) {
 		return m.d.Extend(ctx, acquired, m.cfg.TTL)
 	})
-	m.mu.Lock()
-	m.locks[name] = l
-	m.mu.Unlock()
 	l.ended = context.AfterFunc(l.keeper.ctx, func() { m.drop(l) }) // Nobody waits for the Unlock of what is lost.
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if p.lost { // Between the grant and now.
+		l.keeper.end(ErrLost)
+		return l, nil
+	}
+	m.locks[name] = l
 	return l, nil
 }
 
@@ -245,7 +262,7 @@ func (m *Mutex) join(name string, mayWait bool) *place {
 	if len(line) > 0 && !mayWait {
 		return nil
 	}
-	p := &place{make(chan struct{})}
+	p := &place{first: make(chan struct{})}
 	if len(line) == 0 {
 		close(p.first)
 	}
@@ -285,11 +302,11 @@ func (p *place) isFirst() bool {
 // drop forgets a lock that is not held any more.
 func (m *Mutex) drop(l *Lock) {
 	m.mu.Lock()
-	if m.locks[l.Name()] == l {
-		delete(m.locks, l.Name())
+	if m.locks[l.name] == l {
+		delete(m.locks, l.name)
 	}
 	m.mu.Unlock()
-	m.leave(l.Name(), l.place)
+	m.leave(l.name, l.place)
 }
 
 // lost is told by the driver that what held these locks has ended.
@@ -299,6 +316,8 @@ func (m *Mutex) lost(names []string) {
 	for _, name := range names {
 		if l := m.locks[name]; l != nil {
 			l.keeper.end(ErrLost)
+		} else if line := m.lines[name]; len(line) > 0 {
+			line[0].lost = true
 		}
 	}
 }
@@ -307,6 +326,7 @@ func (m *Mutex) lost(names []string) {
 // safe for concurrent use.
 type Lock struct {
 	m      *Mutex
+	name   string
 	driver DriverLock
 	place  *place
 	keeper *keeper
@@ -316,14 +336,16 @@ type Lock struct {
 }
 
 // Name is the name that is locked.
-func (l *Lock) Name() string { return l.driver.Name }
+func (l *Lock) Name() string { return l.name }
 
 // Fence is the fencing token: larger than that of every earlier lock of this name,
 // and 0 in advisory mode, which has none.
 func (l *Lock) Fence() int64 { return l.driver.Fence }
 
-// Done is closed when the lock is lost or unlocked. A lost lock is closed before
-// anyone else can have it, unless this process was suspended: see [Lock.Guard].
+// Done is closed when the lock is lost or unlocked. In table mode that is before
+// anyone else can have it, unless this process was suspended: see [Lock.Guard]. In
+// advisory mode the loss of the session is noticed within Renew and
+// [Config.Timeout], and others may be faster.
 func (l *Lock) Done() <-chan struct{} { return l.keeper.ctx.Done() }
 
 // Err is nil while the lock is held and after Unlock, and [ErrLost] once it is
@@ -347,9 +369,9 @@ func (l *Lock) Unlock(ctx context.Context) error {
 		released, err := l.m.d.Release(ctx, l.driver) // Lost by our clock it may still be there, in the way of others.
 		l.m.drop(l)
 		if lost != nil || err == nil && !released {
-			err = ErrLost
+			err = wrap("unlock "+l.name, ErrLost)
 		}
-		l.result = wrap("unlock "+l.Name(), err)
+		l.result = err
 	})
 	return l.result
 }
@@ -362,9 +384,9 @@ func (l *Lock) Guard(ctx context.Context, tx DBTX) error {
 		guard(context.Context, DBTX, DriverLock) error
 	})
 	if !ok {
-		return wrap("guard "+mutexName(l.Name()), errors.ErrUnsupported)
+		return wrap("guard "+mutexName(l.name), errors.ErrUnsupported)
 	}
-	return wrap("guard "+mutexName(l.Name()), d.guard(ctx, tx, l.driver))
+	return wrap("guard "+mutexName(l.name), d.guard(ctx, tx, l.driver))
 }
 
 func mutexName(name string) string { return "mutex " + name }

@@ -3,9 +3,13 @@ package coord
 import (
 	"context"
 	"crypto/sha256"
+	"database/sql"
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math/rand/v2"
+	"slices"
+	"strconv"
 	"sync"
 	"time"
 )
@@ -17,7 +21,8 @@ import (
 // long as the server's tcp_keepalives settings say.
 //
 // It needs a session of its own, so it refuses poolers in transaction mode, and
-// CockroachDB, whose advisory functions do nothing.
+// CockroachDB, whose advisory functions do nothing. To tell a pooler it uses a
+// second connection of the pool for a moment when it opens its session.
 type AdvisoryDriver struct {
 	c         *Coord
 	prefix    string
@@ -34,16 +39,17 @@ type AdvisoryDriver struct {
 // advisorySQL are the statements of advisory locks.
 type advisorySQL struct {
 	supported bool
-	identify  string // () row of (pid, whether advisory locks do something)
-	lock      string // (key) row of (pid, granted)
-	unlock    string // (key) row of (pid, whether it was held)
+	identify  string // () row of (the session's mark, whether advisory locks do something)
+	mark      string // (mark) row of (mark)
+	lock      string // (key, mark) row of (granted, or null in another session)
+	unlock    string // (key, mark) row of (whether it was held, or null in another session)
 	lockTx    string // (key) row of (whether advisory locks do something), once granted
 	tryLockTx string // (key) row of (whether advisory locks do something, granted)
 }
 
 func (s *advisorySQL) load(c *Coord) error {
 	_, ok, err := load(c.dialect, c.names, "advisory.sql",
-		section{"identify", &s.identify}, section{"lock", &s.lock}, section{"unlock", &s.unlock},
+		section{"identify", &s.identify}, section{"mark", &s.mark}, section{"lock", &s.lock}, section{"unlock", &s.unlock},
 		section{"lock_tx", &s.lockTx}, section{"try_lock_tx", &s.tryLockTx})
 	s.supported = ok
 	return err
@@ -134,8 +140,8 @@ func (d *AdvisoryDriver) Extend(ctx context.Context, lock DriverLock, ttl time.D
 			return struct{}{}, nil
 		}
 		sent := time.Now()
-		pid, err := d.identify(ctx, conn)
-		if err = first(err, samePID(conn.pid, pid)); err == nil {
+		err := d.expect(ctx, conn, conn.mark)
+		if err == nil {
 			d.probe(sent)
 		}
 		return struct{}{}, err
@@ -160,8 +166,7 @@ func (d *AdvisoryDriver) Release(ctx context.Context, lock DriverLock) (bool, er
 		}
 		was, err := d.ask(ctx, conn, d.c.advisory.unlock, lock.Name)
 		if err == nil && !was {
-			// What else is not as we think? The end of the session frees all that it holds.
-			err = errors.New("the session did not hold it, and is discarded")
+			err = doubt{errors.New("the session did not hold it, and is discarded")}
 		}
 		if err == nil {
 			d.forget(lock)
@@ -187,6 +192,7 @@ func (d *AdvisoryDriver) Close() error {
 	}
 	defer done()
 	d.end()
+	d.c.disown(d)
 	return nil
 }
 
@@ -201,71 +207,86 @@ func (d *AdvisoryDriver) end() {
 }
 
 // ask runs a statement on a lock's key and returns its answer, having made sure
-// that the session is the driver's own.
+// that the session is the driver's own. After any error the session may hold the
+// lock or not, so that it must end.
 func (d *AdvisoryDriver) ask(ctx context.Context, conn *pinned, text, name string) (yes bool, err error) {
-	if conn.pid == 0 {
-		if conn.pid, err = d.meet(ctx, conn); err != nil {
-			return false, err
+	if conn.mark == "" {
+		if err := d.meet(ctx, conn); err != nil {
+			return false, doubt{err}
 		}
 	}
-	var pid int
-	rows, err := conn.query(ctx, text, AdvisoryKey(d.prefix+name))
-	if err := scanRows(rows, err, func() error { return rows.Scan(&pid, &yes) }); err != nil {
-		return false, err
+	var answer sql.NullBool
+	rows, err := conn.query(ctx, text, AdvisoryKey(d.prefix+name), conn.mark)
+	err = scanRows(rows, err, func() error { return rows.Scan(&answer) })
+	switch {
+	case err != nil:
+		return false, doubt{betrayed(err)}
+	case !answer.Valid:
+		return false, doubt{errPooler}
 	}
-	return yes, samePID(conn.pid, pid)
+	return answer.Bool, nil
 }
 
-// meet makes sure that a fresh connection is a session of its own, and returns the
-// server process behind it. A pooler in transaction mode gives a transaction on a
-// second connection the process that we have just used, or us another one while
-// that transaction lasts.
-func (d *AdvisoryDriver) meet(ctx context.Context, conn *pinned) (int, error) {
-	pid, err := d.identify(ctx, conn)
-	if err != nil {
-		return 0, err
+// meet marks a fresh session and makes sure that it stays ours: a pooler in
+// transaction mode gives a transaction on a second connection the session that we
+// have just marked, or us another one meanwhile or afterwards.
+func (d *AdvisoryDriver) meet(ctx context.Context, conn *pinned) error {
+	if err := d.expect(ctx, conn, ""); err != nil {
+		return err
+	}
+	mark := strconv.FormatUint(rand.Uint64(), 36)
+	if err := conn.QueryRowContext(ctx, d.c.advisory.mark, mark).Scan(&mark); err != nil {
+		return betrayed(err)
 	}
 	tx, err := d.c.db.BeginTx(ctx, nil)
 	if err != nil {
-		return 0, err
+		return fmt.Errorf("a second connection of the pool, to tell a pooler by: %w", err)
 	}
 	defer tx.Rollback()
-	other, err := d.identify(ctx, tx)
-	if err != nil {
-		return 0, err
+	if err := first(d.expect(ctx, tx, ""), d.expect(ctx, conn, mark)); err != nil {
+		return err
 	}
-	again, err := d.identify(ctx, conn)
-	if err == nil && (other == pid || again != pid) {
-		err = errPooler
+	tx.Rollback()
+	for range 3 { // Servers that take turns.
+		if err := d.expect(ctx, conn, mark); err != nil {
+			return err
+		}
 	}
-	return pid, err
+	conn.mark = mark
+	return nil
 }
 
-// identify returns the server process behind a connection. It is not prepared: a
-// pooler may be in between. If there is one, it may show in an error of the server.
-func (d *AdvisoryDriver) identify(ctx context.Context, on DBTX) (pid int, err error) {
+// expect makes sure that a connection leads to the session with a mark, "" for one
+// that nobody has marked. It is not prepared: a pooler may be in between.
+func (d *AdvisoryDriver) expect(ctx context.Context, on DBTX, mark string) error {
+	var found string
 	var works bool
-	err = on.QueryRowContext(ctx, d.c.advisory.identify).Scan(&pid, &works)
-	if err == nil && !works {
-		return 0, errCockroach
+	err := on.QueryRowContext(ctx, d.c.advisory.identify).Scan(&found, &works)
+	switch {
+	case err != nil:
+		return betrayed(err)
+	case !works:
+		return errCockroach
+	case found != mark:
+		return errPooler
 	}
-	if err != nil && d.c.classify(err) == FailureOther {
-		err = fmt.Errorf("%w: %w", errPooler, err)
+	return nil
+}
+
+// betrayed sees a pooler in the server's error that a prepared statement is not
+// there, or already is.
+func betrayed(err error) error {
+	var server interface{ SQLState() string }
+	if errors.As(err, &server) && slices.Contains([]string{"26000", "42P05", "08P01"}, server.SQLState()) {
+		return fmt.Errorf("%w: %w", errPooler, err)
 	}
-	return pid, err
+	return err
 }
 
 var errCockroach = fmt.Errorf("CockroachDB, whose advisory functions do nothing: %w; use a TableDriver", errors.ErrUnsupported)
 
 var errPooler = fmt.Errorf("the session is not ours alone, as through a pooler such as PgBouncer in transaction mode: %w; "+
 	"use a TableDriver, or connect to Postgres directly", errors.ErrUnsupported)
-
-func samePID(want, pid int) error {
-	if want != pid {
-		return errPooler
-	}
-	return nil
-}
 
 func (d *AdvisoryDriver) check(name string) error {
 	return first(checkText("name", name), checkOptional("prefix and name", d.prefix+name))
@@ -342,7 +363,8 @@ func (d *AdvisoryDriver) sessionEnded(session int64) {
 // LockTx takes an advisory lock that lasts until tx ends, and waits for it as long
 // as ctx allows, see [ErrAcquireTimeout]: a context that ends while it waits ends
 // the transaction too. It excludes, and is excluded by, an [AdvisoryDriver] without
-// a prefix, and works through poolers in transaction mode.
+// a prefix, and works through poolers in transaction mode. It runs on the caller's
+// connection, and with a driver that heeds no context it does not either.
 func (c *Coord) LockTx(ctx context.Context, tx DBTX, name string) error {
 	err := c.TryLockTx(ctx, tx, name)
 	if !errors.Is(err, ErrHeld) {
@@ -351,7 +373,7 @@ func (c *Coord) LockTx(ctx context.Context, tx DBTX, name string) error {
 	var works bool
 	var void string
 	if failure := c.inTx(ctx, tx, c.advisory.lockTx, []any{AdvisoryKey(name)}, &works, &void); failure != nil {
-		return wrap("lock "+name, waited(ctx, err, failure))
+		return waited(ctx, name, err, wrap("lock "+name, failure))
 	}
 	return nil
 }

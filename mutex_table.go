@@ -25,7 +25,7 @@ type TableDriver struct {
 	holder  string // (name, now) row of (owner, expires), or none
 	undo    string // (name, attempt) changes the row of that attempt
 	extend  string // (name, fence, ttl, now) changes the row with that token
-	release string // (name, fence) changes the row with that token, once
+	release string // (name, fence, attempt) changes the row with that token, once
 	fence   string // (name, fence, now) row, or none
 }
 
@@ -75,8 +75,7 @@ func (d *TableDriver) load(n names) error {
 		section{"acquire", &d.acquire}, section{"holder", &d.holder}, section{"undo", &d.undo}, section{"extend", &d.extend},
 		section{"release", &d.release}, section{"guard", &d.fence}, section{"purge", &purge})
 	if ok {
-		d.table = d.c.newTable(n, "coord_mutex", ddl)
-		d.table.guards, d.table.purge = []string{d.fence}, purge
+		d.table, err = d.c.newTable(n, "coord_mutex", ddl, purge, d.fence)
 	}
 	return err
 }
@@ -171,8 +170,9 @@ func (d *TableDriver) Release(ctx context.Context, lock DriverLock) (bool, error
 	}
 	ctx, cancel := d.c.detach(ctx)
 	defer cancel()
+	attempt := d.c.attempt()
 	n, err := onPool(ctx, d.c, d.table, func(ctx context.Context) (int64, error) {
-		return d.c.exec(ctx, d.release, key, lock.Fence)
+		return d.c.exec(ctx, d.release, key, lock.Fence, attempt)
 	})
 	d.forget(lock)
 	return n > 0, wrap("release lock "+lock.Name, err)
@@ -188,6 +188,7 @@ func (d *TableDriver) OnLost(fn func(names []string)) { d.listeners.add(fn) }
 // rows are left to expire.
 func (d *TableDriver) Close() error {
 	d.end()
+	d.c.disown(d)
 	return nil
 }
 

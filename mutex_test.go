@@ -307,7 +307,7 @@ func TestTableDriverStatements(t *testing.T) {
 	if ok, err := d.Extend(ctx, lock, time.Minute); !ok || err != nil {
 		t.Errorf("Extend = %v, %v", ok, err)
 	}
-	mock.ExpectExec(d.release).WithArgs("app/m", 7).WillReturnResult(sqlmock.NewResult(0, 0))
+	mock.ExpectExec(d.release).WithArgs("app/m", 7, sqlmock.AnyArg()).WillReturnResult(sqlmock.NewResult(0, 0))
 	if ok, err := d.Release(ctx, lock); ok || err != nil {
 		t.Errorf("Release without a row = %v, %v, want false", ok, err)
 	}

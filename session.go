@@ -31,11 +31,17 @@ type session struct {
 // pinned is a borrowed connection with the statements prepared on it.
 type pinned struct {
 	*sql.Conn
-	serial     int64 // the first of a session is 1
-	pid        int   // the server process behind it, once that is known to be its own
+	serial     int64  // the first of a session is 1
+	mark       string // what the server knows the session by, once it is known to be ours alone
 	unprepared bool
 	prepared   map[string]*sql.Stmt
 }
+
+// doubt is an error after which the session may hold more than we know of: its
+// connection must go.
+type doubt struct{ error }
+
+func (d doubt) Unwrap() error { return d.error }
 
 // unsure is the error of a statement that may have been committed all the same:
 // its reply was lost.
@@ -275,6 +281,11 @@ func ended(ctx context.Context) error {
 // backoff is how long to wait after so many attempts: from least, doubled each
 // time, to most, and jittered so that rivals do not meet again.
 func backoff(attempts int, least, most time.Duration) time.Duration {
-	d := min(least<<min(attempts-1, 20), most)
+	d := least
+	for ; attempts > 1 && d < most; attempts-- {
+		if d = d * 2; d > most || d < 0 {
+			d = most
+		}
+	}
 	return d/2 + rand.N(d/2+1)
 }

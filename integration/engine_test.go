@@ -47,7 +47,7 @@ var engines = []engine{
 
 // through is PgBouncer's URL with what a driver needs there.
 func through(parameter string) func(testing.TB) string {
-	return func(t testing.TB) string { t.Helper(); return testdb.PgBouncer(t) + "&" + parameter }
+	return func(t testing.TB) string { t.Helper(); return testdb.PgBouncer(t, "") + "&" + parameter }
 }
 
 func (e engine) postgres() bool { return e.dialect == coord.Postgres }

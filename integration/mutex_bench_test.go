@@ -47,7 +47,7 @@ func tablePair(b testing.TB, e *env) pair {
 		if fence == 0 { // The first made the row.
 			query(b, acquire, []any{&granted, &owner, &fence, &expires}, "bare", "o", time.Minute.Microseconds(), nil, attempt)
 		}
-		execute(b, release, "bare", fence)
+		execute(b, release, "bare", fence, attempt)
 	}}
 }
 
@@ -56,11 +56,11 @@ func advisoryPair(b testing.TB, e *env) pair {
 	tryUnlock(b, m)() // Opens the session.
 	r := newRaw(b, e)
 	lock, unlock := r.prepare(e, "advisory.sql", "lock"), r.prepare(e, "advisory.sql", "unlock")
-	var pid int
+	query(b, r.prepare(e, "advisory.sql", "mark"), []any{new(string)}, "bare")
 	var yes bool
 	return pair{"advisory", tryUnlock(b, m), func() {
-		query(b, lock, []any{&pid, &yes}, int64(1))
-		query(b, unlock, []any{&pid, &yes}, int64(1))
+		query(b, lock, []any{&yes}, int64(1), "bare")
+		query(b, unlock, []any{&yes}, int64(1), "bare")
 	}}
 }
 

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/seed-4c80c132/coord"
+	"github.com/seed-4c80c132/coord/integration/testdb"
 )
 
 // modes are the ways to keep a mutex.
@@ -697,49 +698,245 @@ func TestAdvisoryRefusals(t *testing.T) {
 }
 
 // TestAdvisoryThroughPooler: the driver refuses it by name, whatever the driver
-// below sends, and leaves nothing locked. LockTx works.
+// below sends and however the pooler shares its servers out, and leaves nothing
+// locked. LockTx works.
 func TestAdvisoryThroughPooler(t *testing.T) {
 	for _, e := range engines {
 		if !e.pooler {
 			continue
 		}
-		for _, noPrepare := range []bool{true, false} {
-			t.Run(fmt.Sprint(e.name, "/NoPrepare=", noPrepare), func(t *testing.T) {
-				e := newEnv(t, e, nil)
-				cfg := e.config()
-				cfg.NoPrepare = noPrepare
-				c := newCoord(t, e.db, e.dialect, cfg)
-				d, err := c.AdvisoryDriver(coord.DriverConfig{})
+		for _, settings := range []string{"", "server_round_robin = 1"} {
+			for _, noPrepare := range []bool{true, false} {
+				t.Run(fmt.Sprint(e.name, "/", settings, "/NoPrepare=", noPrepare), func(t *testing.T) {
+					e := e
+					parameter := e.dsn(t)
+					parameter = parameter[strings.LastIndex(parameter, "&"):]
+					e.dsn = func(t testing.TB) string { return testdb.PgBouncer(t, settings) + parameter }
+					refusesPooler(t, newEnv(t, e, nil), noPrepare)
+				})
+			}
+		}
+	}
+}
+
+func refusesPooler(t *testing.T, e *env, noPrepare bool) {
+	for servers := 0; servers <= 3; servers++ {
+		var open []*sql.Tx // So many servers are idle afterwards.
+		for range servers {
+			tx, err := e.db.Begin()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := tx.Exec("SELECT 1"); err != nil {
+				t.Fatal(err)
+			}
+			open = append(open, tx)
+		}
+		for _, tx := range open {
+			tx.Rollback()
+		}
+		cfg := e.config()
+		cfg.NoPrepare = noPrepare
+		d, err := newCoord(t, e.open(t), e.dialect, cfg).AdvisoryDriver(coord.DriverConfig{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for range 3 {
+			if _, err := d.Acquire(t.Context(), "a", time.Hour); !errors.Is(err, errors.ErrUnsupported) || !strings.Contains(err.Error(), "PgBouncer") {
+				t.Errorf("%d idle servers: Acquire = %v, want ErrUnsupported that names PgBouncer", servers, err)
+			}
+			e.exec(t, "SELECT 1") // The servers take turns.
+		}
+	}
+	var locks int
+	e.scan(t, "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())", &locks)
+	if locks != 0 {
+		t.Errorf("%d advisory locks are left, want 0", locks)
+	}
+	c := e.coord(t)
+	err := inTx(t, e.db, nil, func(tx *sql.Tx) error {
+		if err := c.LockTx(t.Context(), tx, "a"); err != nil {
+			return err
+		}
+		return inTx(t, e.db, nil, func(tx *sql.Tx) error {
+			if err := c.TryLockTx(t.Context(), tx, "a"); !errors.Is(err, coord.ErrHeld) {
+				t.Errorf("TryLockTx = %v, want ErrHeld", err)
+			}
+			return nil
+		})
+	})
+	if err != nil {
+		t.Errorf("LockTx = %v", err)
+	}
+}
+
+// TestAdvisoryForeignSession: a session that is not marked as the driver's locks
+// nothing, whoever it is that shares it.
+func TestAdvisoryForeignSession(t *testing.T) {
+	eachPostgres(t, func(t *testing.T, e *env) {
+		conn, err := e.db.Conn(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		for _, step := range []struct {
+			section string
+			args    []any
+			want    sql.NullBool
+		}{
+			{"lock", []any{int64(1), "mine"}, sql.NullBool{}},
+			{"mark", []any{"mine"}, sql.NullBool{}},
+			{"lock", []any{int64(1), "other"}, sql.NullBool{}},
+			{"unlock", []any{int64(1), "other"}, sql.NullBool{}},
+			{"lock", []any{int64(1), "mine"}, sql.NullBool{Bool: true, Valid: true}},
+			{"unlock", []any{int64(1), "other"}, sql.NullBool{}},
+			{"unlock", []any{int64(1), "mine"}, sql.NullBool{Bool: true, Valid: true}},
+		} {
+			row := conn.QueryRowContext(t.Context(), sectionText(t, e.dialect, "advisory.sql", step.section), step.args...)
+			if step.section == "mark" {
+				err = row.Scan(new(string))
+			} else {
+				var got sql.NullBool
+				if err = row.Scan(&got); got != step.want {
+					t.Errorf("%s %v = %v, want %v", step.section, step.args, got, step.want)
+				}
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+	})
+}
+
+// TestAdvisoryStatementFails: after an error of lock or unlock, nobody knows what
+// the session holds, so it ends, and with it all that it holds.
+func TestAdvisoryStatementFails(t *testing.T) {
+	eachPostgres(t, func(t *testing.T, e *env) {
+		for _, section := range []string{"lock", "unlock"} {
+			d := copyDialect(t, e.dialect)
+			function := map[string]string{"lock": "pg_try_advisory_lock", "unlock": "pg_advisory_unlock"}[section]
+			text := string(d.files["advisory.sql"].Data)
+			// The function has its way, then the statement fails.
+			d.files["advisory.sql"].Data = []byte(strings.Replace(text, function+"($1::bigint) END", function+"($1::bigint) AND 1 / (CASE WHEN $1::bigint = 0 THEN 1 ELSE 0 END) = 1 END", 1))
+			driver, err := newCoord(t, e.open(t), d, e.config()).AdvisoryDriver(coord.DriverConfig{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			lock, err := driver.Acquire(t.Context(), "a", time.Hour)
+			if section == "unlock" {
 				if err != nil {
 					t.Fatal(err)
 				}
-				for range 5 {
-					if _, err := d.Acquire(t.Context(), "a", time.Hour); !errors.Is(err, errors.ErrUnsupported) || !strings.Contains(err.Error(), "PgBouncer") {
-						t.Errorf("Acquire = %v, want ErrUnsupported that names PgBouncer", err)
-					}
-				}
-				var locks int
-				e.scan(t, "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())", &locks)
-				if locks != 0 {
-					t.Errorf("%d advisory locks are left, want 0", locks)
-				}
-				err = inTx(t, e.db, nil, func(tx *sql.Tx) error {
-					if err := c.LockTx(t.Context(), tx, "a"); err != nil {
-						return err
-					}
-					return inTx(t, e.db, nil, func(tx *sql.Tx) error {
-						if err := c.TryLockTx(t.Context(), tx, "a"); !errors.Is(err, coord.ErrHeld) {
-							t.Errorf("TryLockTx = %v, want ErrHeld", err)
-						}
-						return nil
-					})
-				})
-				if err != nil {
-					t.Errorf("LockTx = %v", err)
-				}
-			})
+				_, err = driver.Release(t.Context(), lock)
+			}
+			if err == nil || errors.Is(err, coord.ErrHeld) {
+				t.Errorf("%s that fails = %v, want the driver's error", section, err)
+			}
+			rival := newMutex(t, e.mutexDriver(t, "advisory"), coord.MutexConfig{})
+			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+			defer cancel()
+			if taken, err := rival.Lock(ctx, "a"); err != nil {
+				t.Errorf("Lock by another after a failed %s = %v", section, err)
+			} else {
+				taken.Unlock(ctx)
+			}
 		}
+	})
+}
+
+// TestLateRenewal: one that was dated before the last and arrives after it does not
+// move the expiry back.
+func TestLateRenewal(t *testing.T) {
+	for _, e := range engines {
+		t.Run(e.name, func(t *testing.T) {
+			e := newEnv(t, e, newClock())
+			now := e.clock.Now()
+			d := e.mutexDriver(t, "table")
+			lock, err := d.Acquire(t.Context(), "m", 10*time.Second)
+			if err != nil {
+				t.Fatal(err)
+			}
+			s := e.coord(t).Leases()
+			grant(t, s, "a", 10*time.Second)
+			for _, at := range []time.Duration{5 * time.Second, time.Second} {
+				e.clock.set(now.Add(at))
+				if ok, err := d.Extend(t.Context(), lock, 10*time.Second); !ok || err != nil {
+					t.Fatalf("Extend = %v, %v", ok, err)
+				}
+				renewed, err := s.Renew(t.Context(), "jobs", []int{3}, "a", 10*time.Second)
+				if err != nil || len(renewed) != 1 || !renewed[0].ExpiresAt.Equal(now.Add(15*time.Second)) {
+					t.Fatalf("Renew dated %v = %+v, %v, want it to last until 15 s", at, renewed, err)
+				}
+			}
+			e.clock.set(now.Add(15*time.Second - 1))
+			if _, err := e.mutexDriver(t, "table").Acquire(t.Context(), "m", time.Second); !errors.Is(err, coord.ErrHeld) {
+				t.Errorf("Acquire before the later renewal's end = %v, want ErrHeld", err)
+			}
+			if _, err := s.Renew(t.Context(), "jobs", []int{3}, "a", time.Second); err != nil {
+				t.Fatal(err)
+			}
+			e.clock.set(now.Add(16 * time.Second))
+			if owners, err := s.Owners(t.Context(), "jobs"); len(owners) != 0 || err != nil {
+				t.Errorf("Owners after a renewal that shortened the lease = %v, %v, want nobody", owners, err)
+			}
+		})
 	}
+}
+
+// TestCloseLetsReleasesThrough that are under way, and ends acquisitions for good.
+func TestCloseLetsReleasesThrough(t *testing.T) {
+	eachPostgres(t, func(t *testing.T, e *env) {
+		c := newCoord(t, e.open(t), e.dialect, e.config())
+		d, err := c.TableDriver(coord.DriverConfig{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		free, err := d.Acquire(t.Context(), "free", time.Hour)
+		if err != nil {
+			t.Fatal(err)
+		}
+		d.Release(t.Context(), free)
+		held, err := d.Acquire(t.Context(), "held", time.Hour)
+		if err != nil {
+			t.Fatal(err)
+		}
+		tx, err := e.db.Begin()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer tx.Rollback()
+		if _, err := tx.Exec("SELECT FROM coord_mutex FOR UPDATE"); err != nil {
+			t.Fatal(err)
+		}
+		released, acquired := make(chan error, 1), make(chan error, 1)
+		go func() {
+			ok, err := d.Release(context.Background(), held)
+			if err == nil && !ok {
+				err = errors.New("not released")
+			}
+			released <- err
+		}()
+		go func() { _, err := d.Acquire(context.Background(), "free", time.Hour); acquired <- err }()
+		eventually(t, "both wait for their rows", func() (wait bool) {
+			e.scan(t, "SELECT count(*) = 2 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()", &wait)
+			return wait
+		})
+		closed := make(chan struct{})
+		go func() { c.Close(); close(closed) }()
+		if err := <-acquired; !errors.Is(err, coord.ErrClosed) {
+			t.Errorf("Acquire during Close = %v, want ErrClosed", err)
+		}
+		tx.Rollback()
+		if err := <-released; err != nil {
+			t.Errorf("Release during Close = %v", err)
+		}
+		<-closed
+		var left int
+		e.scan(t, "SELECT count(*) FROM coord_mutex WHERE expires_at > 'epoch'", &left)
+		if left != 0 {
+			t.Errorf("%d locks are left, want 0", left)
+		}
+	})
 }
 
 // TestLockTx excludes the session mode, and ends with its transaction.

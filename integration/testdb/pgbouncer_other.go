@@ -5,10 +5,10 @@ package testdb
 import "testing"
 
 // PgBouncer skips the test.
-func PgBouncer(tb testing.TB) string {
+func PgBouncer(tb testing.TB, settings string) string {
 	tb.Helper()
 	tb.Skip("PGBOUNCER TESTS ARE SKIPPED on this system")
 	return ""
 }
 
-func stopBouncer() {}
+func stopBouncers() {}

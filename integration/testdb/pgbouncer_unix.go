@@ -18,37 +18,49 @@ import (
 	"time"
 )
 
-// bouncer is the one PgBouncer of this process, in transaction mode.
-var bouncer struct {
-	once sync.Once
+// bouncers are the PgBouncers of this process, in transaction mode, by their
+// further settings.
+var bouncers = struct {
+	mu sync.Mutex
+	by map[string]*bouncer
+}{by: map[string]*bouncer{}}
+
+type bouncer struct {
 	addr string
 	stop func()
 	err  error
 }
 
 // PgBouncer creates an empty database as Postgres does and returns a URL that leads
-// to it through a PgBouncer in transaction mode. Without the program the test is
-// skipped, and fails in CI.
-func PgBouncer(tb testing.TB) string {
+// to it through a PgBouncer in transaction mode, with further lines of settings.
+// Without the program the test is skipped, and fails in CI.
+func PgBouncer(tb testing.TB, settings string) string {
 	tb.Helper()
 	direct, err := url.Parse(Postgres(tb))
 	if err != nil {
 		tb.Fatal(err)
 	}
-	bouncer.once.Do(func() { bouncer.addr, bouncer.stop, bouncer.err = startBouncer(direct) })
+	bouncers.mu.Lock()
+	defer bouncers.mu.Unlock()
+	b := bouncers.by[settings]
+	if b == nil {
+		b = &bouncer{}
+		b.addr, b.stop, b.err = startBouncer(direct, settings)
+		bouncers.by[settings] = b
+	}
 	switch {
-	case errors.Is(bouncer.err, exec.ErrNotFound) && os.Getenv("CI") != "true":
-		tb.Skipf("PGBOUNCER TESTS ARE SKIPPED: %v", bouncer.err)
-	case bouncer.err != nil:
-		tb.Fatalf("testdb: pgbouncer: %v", bouncer.err)
+	case errors.Is(b.err, exec.ErrNotFound) && os.Getenv("CI") != "true":
+		tb.Skipf("PGBOUNCER TESTS ARE SKIPPED: %v", b.err)
+	case b.err != nil:
+		tb.Fatalf("testdb: pgbouncer: %v", b.err)
 	}
 	through := *direct
-	through.Host = bouncer.addr
+	through.Host = b.addr
 	return through.String()
 }
 
 // startBouncer starts a PgBouncer in front of a server, for all its databases.
-func startBouncer(server *url.URL) (addr string, stop func(), err error) {
+func startBouncer(server *url.URL, settings string) (addr string, stop func(), err error) {
 	program, err := findBouncer()
 	if err != nil {
 		return "", nil, err
@@ -80,7 +92,8 @@ ignore_startup_parameters = extra_float_digits
 verbose = 0
 log_connections = 0
 log_disconnections = 0
-`, server.Hostname(), server.Port(), server.User.Username(), password, free.Port)
+%s
+`, server.Hostname(), server.Port(), server.User.Username(), password, free.Port, settings)
 	user, err := unprivileged()
 	if err == nil {
 		err = os.WriteFile(config, []byte(text), 0o600)
@@ -141,9 +154,13 @@ func runBouncer(program, dir, config string, user *syscall.Credential, addr *net
 	}
 }
 
-// stopBouncer ends it, if it runs.
-func stopBouncer() {
-	if bouncer.stop != nil {
-		bouncer.stop()
+// stopBouncers ends those that run.
+func stopBouncers() {
+	bouncers.mu.Lock()
+	defer bouncers.mu.Unlock()
+	for _, b := range bouncers.by {
+		if b.stop != nil {
+			b.stop()
+		}
 	}
 }

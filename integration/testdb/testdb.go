@@ -50,7 +50,7 @@ var shared struct {
 func Main(m *testing.M) int {
 	go stopOnSignal()
 	code := m.Run()
-	stopBouncer()
+	stopBouncers()
 	if err := stop(); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		return max(code, 1)

@@ -1,17 +1,22 @@
 -- Mutexes, advisory mode: locks of the server's own, on the session that asks. No table.
--- Every answer names its server process: one that changes betrays a pooler between us and the server.
+-- A session carries a mark of its own. Where a pooler gives a statement another session, or one session to two of us,
+-- the mark is not there or not ours, and nothing is locked: a session lock is re-entrant, so two would hold it at once.
 
 -- name: identify
--- () row of (pid, whether advisory locks do something)
-SELECT pg_backend_pid(), version() NOT LIKE 'CockroachDB%';
+-- () row of (the session's mark, whether advisory locks do something)
+SELECT coalesce(current_setting('coord.session', true), ''), version() NOT LIKE 'CockroachDB%';
+
+-- name: mark
+-- (mark) row of (mark), for as long as the session lasts
+SELECT set_config('coord.session', $1::text, false);
 
 -- name: lock
--- (key) row of (pid, granted)
-SELECT pg_backend_pid(), pg_try_advisory_lock($1::bigint);
+-- (key, mark) row of (granted, null in another session)
+SELECT CASE WHEN current_setting('coord.session', true) = $2::text THEN pg_try_advisory_lock($1::bigint) END;
 
 -- name: unlock
--- (key) row of (pid, whether it was held)
-SELECT pg_backend_pid(), pg_advisory_unlock($1::bigint);
+-- (key, mark) row of (whether it was held, null in another session)
+SELECT CASE WHEN current_setting('coord.session', true) = $2::text THEN pg_advisory_unlock($1::bigint) END;
 
 -- name: lock_tx
 -- (key) row of (whether advisory locks do something), once granted, until the transaction ends

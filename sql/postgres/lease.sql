@@ -8,6 +8,7 @@ CREATE TABLE IF NOT EXISTS coord_lease (
     owner      text        NOT NULL,
     epoch      bigint      NOT NULL,
     attempt    bigint      NOT NULL, -- the acquisition that made this epoch
+    dated      timestamptz NOT NULL, -- the "now" of the last grant or renewal: an older one that arrives late changes nothing
     expires_at timestamptz NOT NULL, -- 'epoch' once released
     PRIMARY KEY (group_name, partition)
 ) WITH (fillfactor = 40);
@@ -22,8 +23,9 @@ WITH held AS ( -- Look first: a refused attempt writes nothing.
     WHERE group_name = $1::text AND partition = $2::bigint AND owner <> $3::text
     AND expires_at > coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp())
 ), won AS (
-    INSERT INTO coord_lease AS lease (group_name, partition, owner, epoch, attempt, expires_at)
+    INSERT INTO coord_lease AS lease (group_name, partition, owner, epoch, attempt, dated, expires_at)
     SELECT $1::text, $2::bigint, $3::text, 1, $6::bigint,
+        coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()),
         coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) + $4::bigint * interval '1 microsecond'
     WHERE NOT EXISTS (SELECT FROM held)
     ON CONFLICT (group_name, partition) DO UPDATE -- From here on the row is owned.
@@ -31,6 +33,7 @@ WITH held AS ( -- Look first: a refused attempt writes nothing.
         owner = excluded.owner,
         epoch = lease.epoch + 1,
         attempt = excluded.attempt,
+        dated = coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()),
         expires_at = coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) + $4::bigint * interval '1 microsecond'
     WHERE lease.owner = excluded.owner
         AND NOT (lease.attempt >> 32 = excluded.attempt >> 32 AND lease.attempt > excluded.attempt) -- This one is late: not over a later one of its Coord.
@@ -68,7 +71,8 @@ WITH mine AS ( -- Lock first: an UPDATE alone would judge expiry before it waits
     SELECT coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) AS now, count(*) FROM mine
 )
 UPDATE coord_lease AS lease
-SET expires_at = coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) + $4::bigint * interval '1 microsecond'
+SET dated = greatest(lease.dated, judged.now),
+    expires_at = CASE WHEN judged.now < lease.dated THEN lease.expires_at ELSE judged.now + $4::bigint * interval '1 microsecond' END
 FROM mine, judged
 WHERE lease.group_name = $1::text AND lease.partition = mine.partition
 AND mine.expires_at > judged.now

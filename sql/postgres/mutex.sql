@@ -9,7 +9,8 @@ CREATE TABLE IF NOT EXISTS coord_mutex (
     name       text        COLLATE "C" PRIMARY KEY,
     owner      text        NOT NULL,
     fence      bigint      NOT NULL, -- 0 until it is first acquired
-    attempt    bigint      NOT NULL, -- the acquisition that drew this token
+    attempt    bigint      NOT NULL, -- the acquisition that drew this token, or the release
+    dated      timestamptz NOT NULL, -- the "now" of the last grant or renewal: an older one that arrives late changes nothing
     expires_at timestamptz NOT NULL  -- 'epoch' once released
 ) WITH (fillfactor = 40);
 
@@ -24,14 +25,15 @@ WITH held AS ( -- Look first: a refused attempt writes nothing.
     WHERE name = $1::text AND attempt <> $5::bigint
     AND expires_at > coalesce(to_timestamp($4::bigint / 1e6), clock_timestamp())
 ), won AS (
-    INSERT INTO coord_mutex AS mutex (name, owner, fence, attempt, expires_at)
-    SELECT $1::text, '', 0, 0, 'epoch' -- A free row and no token: one that is drawn before the row is owned can land late.
+    INSERT INTO coord_mutex AS mutex (name, owner, fence, attempt, dated, expires_at)
+    SELECT $1::text, '', 0, 0, 'epoch', 'epoch' -- A free row and no token: one that is drawn before the row is owned can land late.
     WHERE NOT EXISTS (SELECT FROM held)
     ON CONFLICT (name) DO UPDATE -- From here on the row is owned.
     SET name = excluded.name, -- Naming the key takes the full row lock: a takeover waits for open guards.
         owner = $2::text,
         fence = nextval('"coord_mutex_fence"'),
         attempt = $5::bigint,
+        dated = coalesce(to_timestamp($4::bigint / 1e6), clock_timestamp()),
         expires_at = coalesce(to_timestamp($4::bigint / 1e6), clock_timestamp()) + $3::bigint * interval '1 microsecond'
     WHERE mutex.attempt = $5::bigint -- Sent twice by the driver, and the first was granted.
     OR mutex.expires_at <= coalesce(to_timestamp($4::bigint / 1e6), clock_timestamp())
@@ -58,16 +60,18 @@ AND expires_at > 'epoch';
 -- name: extend
 -- (name, fence, ttl, now) one row changed if it still carries the token
 UPDATE coord_mutex -- No need to lock first: expiry is not judged, and a TTL that counts from before a wait is only shorter.
-SET expires_at = coalesce(to_timestamp($4::bigint / 1e6), clock_timestamp()) + $3::bigint * interval '1 microsecond'
+SET dated = greatest(dated, coalesce(to_timestamp($4::bigint / 1e6), clock_timestamp())),
+    expires_at = CASE WHEN coalesce(to_timestamp($4::bigint / 1e6), clock_timestamp()) < dated THEN expires_at
+        ELSE coalesce(to_timestamp($4::bigint / 1e6), clock_timestamp()) + $3::bigint * interval '1 microsecond' END
 WHERE name = $1::text AND fence = $2::bigint
 AND expires_at > 'epoch';
 
 -- name: release
--- (name, fence) one row changed if it still carried the token
+-- (name, fence, attempt) one row changed if it still carried the token
 UPDATE coord_mutex
-SET expires_at = 'epoch'
+SET attempt = $3::bigint, expires_at = 'epoch'
 WHERE name = $1::text AND fence = $2::bigint
-AND expires_at > 'epoch';
+AND (expires_at > 'epoch' OR attempt = $3::bigint); -- Or sent twice by the driver, and the first was done.
 
 -- name: guard
 -- (name, fence, now) a row if it is still held, and then until the transaction ends

@@ -9,6 +9,7 @@ CREATE TABLE IF NOT EXISTS coord_lease (
     owner      TEXT    NOT NULL,
     epoch      INTEGER NOT NULL,
     attempt    INTEGER NOT NULL, -- the acquisition that made this epoch
+    dated      INTEGER NOT NULL, -- the "now" of the last grant or renewal: an older one that arrives late changes nothing
     expires_at INTEGER NOT NULL, -- 0 once released
     PRIMARY KEY (group_name, partition)
 ) STRICT;
@@ -17,12 +18,13 @@ INSERT INTO coord_format (table_name, format) VALUES ('coord_lease', 1) ON CONFL
 
 -- name: acquire
 -- (group, partition, owner, ttl, now, attempt) row of (granted, owner, epoch, expires); none if another holds it
-INSERT INTO coord_lease AS lease (group_name, partition, owner, epoch, attempt, expires_at)
-VALUES (?1, ?2, ?3, 1, ?6, coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000 + 1000) + ?4)
+INSERT INTO coord_lease AS lease (group_name, partition, owner, epoch, attempt, dated, expires_at)
+VALUES (?1, ?2, ?3, 1, ?6, coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000), coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000 + 1000) + ?4)
 ON CONFLICT (group_name, partition) DO UPDATE
 SET owner = excluded.owner,
     epoch = lease.epoch + 1,
     attempt = excluded.attempt,
+    dated = excluded.dated,
     expires_at = excluded.expires_at
 WHERE lease.owner = excluded.owner
     AND NOT (lease.attempt >> 32 = excluded.attempt >> 32 AND lease.attempt > excluded.attempt) -- This one is late: not over a later one of its Coord.
@@ -46,7 +48,9 @@ AND expires_at > 0;
 -- name: renew
 -- (group, partitions json, owner, ttl, now) rows of (partition, epoch, expires)
 UPDATE coord_lease
-SET expires_at = coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000 + 1000) + ?4
+SET dated = max(dated, coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)),
+    expires_at = CASE WHEN coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000) < dated THEN expires_at
+        ELSE coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000 + 1000) + ?4 END
 WHERE group_name = ?1 AND owner = ?3
 AND partition IN (SELECT value FROM json_each(?2))
 AND expires_at > coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)

@@ -8,7 +8,8 @@ CREATE TABLE IF NOT EXISTS coord_mutex (
     fence      INTEGER PRIMARY KEY AUTOINCREMENT,
     name       TEXT    NOT NULL UNIQUE,
     owner      TEXT    NOT NULL,
-    attempt    INTEGER NOT NULL, -- the acquisition that drew this token
+    attempt    INTEGER NOT NULL, -- the acquisition that drew this token, or the release
+    dated      INTEGER NOT NULL, -- the "now" of the last grant or renewal: an older one that arrives late changes nothing
     expires_at INTEGER NOT NULL  -- 0 once released
 ) STRICT;
 
@@ -16,8 +17,8 @@ INSERT INTO coord_format (table_name, format) VALUES ('coord_mutex', 1) ON CONFL
 
 -- name: acquire
 -- (name, owner, ttl, now, attempt) row of (granted, owner, fence, expires); none if another holds it
-INSERT OR REPLACE INTO coord_mutex (name, owner, attempt, expires_at) -- The row in place of a former one draws a new token.
-SELECT ?1, ?2, ?5, coalesce(?4, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000 + 1000) + ?3
+INSERT OR REPLACE INTO coord_mutex (name, owner, attempt, dated, expires_at) -- The row in place of a former one draws a new token.
+SELECT ?1, ?2, ?5, coalesce(?4, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000), coalesce(?4, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000 + 1000) + ?3
 WHERE NOT EXISTS (
     SELECT 1
     FROM coord_mutex
@@ -43,16 +44,18 @@ AND expires_at > 0;
 -- name: extend
 -- (name, fence, ttl, now) one row changed if it still carries the token
 UPDATE coord_mutex
-SET expires_at = coalesce(?4, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000 + 1000) + ?3
+SET dated = max(dated, coalesce(?4, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)),
+    expires_at = CASE WHEN coalesce(?4, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000) < dated THEN expires_at
+        ELSE coalesce(?4, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000 + 1000) + ?3 END
 WHERE name = ?1 AND fence = ?2
 AND expires_at > 0;
 
 -- name: release
--- (name, fence) one row changed if it still carried the token
+-- (name, fence, attempt) one row changed if it still carried the token
 UPDATE coord_mutex
-SET expires_at = 0
+SET attempt = ?3, expires_at = 0
 WHERE name = ?1 AND fence = ?2
-AND expires_at > 0;
+AND (expires_at > 0 OR attempt = ?3); -- Or sent twice by the driver, and the first was done.
 
 -- name: guard
 -- (name, fence, now) a row if it is still held, and then until the transaction ends
