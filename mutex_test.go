@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"slices"
 	"sync"
 	"testing"
@@ -424,6 +425,127 @@ func TestLineIsLeft(t *testing.T) {
 	})
 }
 
+// TestLossDuringTheGrant: told before the lock is known to the Mutex, it counts.
+func TestLossDuringTheGrant(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := &lossyDriver{memoryDriver: memoryDriver{forever: true}}
+		m, err := NewMutex(d, MutexConfig{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		lock, err := m.Lock(t.Context(), "m")
+		if err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case <-lock.Done():
+		default:
+			t.Error("Done is open though the loss was told")
+		}
+		if err := lock.Unlock(t.Context()); !errors.Is(err, ErrLost) || len(m.lines)+len(m.locks) != 0 {
+			t.Errorf("Unlock = %v, %d lines and %d locks left, want ErrLost and nothing", err, len(m.lines), len(m.locks))
+		}
+	})
+}
+
+// lossyDriver loses what it grants, and what it is asked for panics the second time.
+type lossyDriver struct {
+	memoryDriver
+	calls int
+}
+
+func (d *lossyDriver) Acquire(ctx context.Context, name string, ttl time.Duration) (DriverLock, error) {
+	if d.calls++; d.calls == 2 {
+		panic("oops")
+	}
+	lock, err := d.memoryDriver.Acquire(ctx, name, ttl)
+	d.lost[0]([]string{name})
+	return lock, err
+}
+
+// TestDriverPanics: the line is left.
+func TestDriverPanics(t *testing.T) {
+	for _, lock := range []func(*Mutex) error{
+		func(m *Mutex) error { _, err := m.Lock(t.Context(), "m"); return err },
+		func(m *Mutex) error { _, err := m.TryLock(t.Context(), "m"); return err },
+	} {
+		m, err := NewMutex(&lossyDriver{calls: 1}, MutexConfig{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		func() {
+			defer func() {
+				if recover() == nil {
+					t.Error("the panic was swallowed")
+				}
+			}()
+			lock(m)
+		}()
+		if len(m.lines) != 0 {
+			t.Error("the line is not left after a panic")
+		}
+	}
+}
+
+// TestDoReturnsWhatFnReturns, itself.
+func TestDoReturnsWhatFnReturns(t *testing.T) {
+	m, err := NewMutex(&memoryDriver{}, MutexConfig{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := m.Do(t.Context(), "m", func(context.Context, *Lock) error { return io.EOF }); err != io.EOF {
+		t.Errorf("Do = %v, want io.EOF itself", err)
+	}
+}
+
+// TestKeeperAfterSuspension: when both timers are overdue nothing is renewed.
+func TestKeeperAfterSuspension(t *testing.T) {
+	renewed := false
+	k := &keeper{hold: newHold(), renew: func(context.Context) (bool, error) { renewed = true; return true, nil },
+		every: time.Second, ttl: 3 * time.Second, margin: time.Second, deadline: time.Now().Add(time.Second)}
+	k.run() // The timer of the renewal, before that of the watchdog.
+	if renewed || !errors.Is(k.err(), ErrLost) {
+		t.Errorf("renewed %v, err %v, want lost without a renewal", renewed, k.err())
+	}
+}
+
+func TestBackoff(t *testing.T) {
+	for _, test := range []struct {
+		attempts    int
+		least, most time.Duration
+		want        time.Duration // at most; at least half of it
+	}{
+		{1, 10, 100, 10}, {2, 10, 100, 20}, {4, 10, 100, 80}, {5, 10, 100, 100}, {1000, 10, 100, 100}, {3, 0, 100, 0},
+		{100, 3 * time.Hour, maxTTL, maxTTL}, {100, math.MaxInt64, math.MaxInt64, math.MaxInt64}, {100, math.MaxInt64 - 1, math.MaxInt64, math.MaxInt64},
+	} {
+		if got := backoff(test.attempts, test.least, test.most); got > test.want || got < test.want/2 {
+			t.Errorf("backoff(%d, %d, %d) = %d, want %d to %d", test.attempts, test.least, test.most, got, test.want/2, test.want)
+		}
+	}
+}
+
+// TestDriversAtOnce: making a driver races with nothing.
+func TestDriversAtOnce(t *testing.T) {
+	d := &fakeDriver{answer: func(statement) (driver.Rows, error) { return noRows{}, nil }}
+	c := newCoord(t, d, Config{})
+	var wg sync.WaitGroup
+	for range 8 {
+		wg.Go(func() {
+			table, err := c.TableDriver(DriverConfig{})
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			c.Purge(t.Context(), 0)
+			table.Close()
+		})
+	}
+	wg.Wait()
+	if len(c.drivers) != 0 {
+		t.Errorf("%d closed drivers are kept, want 0", len(c.drivers))
+	}
+}
+
 func TestNewMutexRefuses(t *testing.T) {
 	d := &memoryDriver{}
 	for _, cfg := range []MutexConfig{
@@ -461,6 +583,7 @@ func TestNewMutexRefuses(t *testing.T) {
 func TestDriverConfigs(t *testing.T) {
 	c, _ := newMock(t, Config{Schema: "app"})
 	for _, cfg := range []DriverConfig{{Table: "a b"}, {Table: "a.b.c"}, {Table: ".a"}, {Table: "a."}, {Table: "1a"},
+		{Table: "coord_lease"}, {Table: "coord_member"}, {Table: "app.coord_format"},
 		{Table: "x23456789_123456789_123456789_123456789_123456789_123456789"}, {Prefix: "\xff"}} {
 		if _, err := c.TableDriver(cfg); !errors.Is(err, ErrInvalid) {
 			t.Errorf("TableDriver(%+v) = %v, want ErrInvalid", cfg, err)
