@@ -13,6 +13,9 @@
 // Expired means expiry <= now, and the database's clock says what now is, so
 // clocks of the nodes need not agree. See [Config.Clock] for the exception.
 //
+// A Coord keeps one connection of the pool for leases and members, one for each
+// advisory driver, and needs another for a moment to open that.
+//
 // No lock is safe without a fence: a process can be stopped for longer than its
 // lease lasts and not notice. Guard checks inside the caller's own transaction that
 // a lease or lock is still held, and keeps it held until the transaction ends. Use
@@ -55,7 +58,9 @@ var (
 	// ErrFormat: the tables are of a format that this version does not know, or
 	// are missing under [DDLManual].
 	ErrFormat = errors.New("tables missing or of an unknown format")
-	// ErrInvalid: a bad argument. The text says which. Nothing was sent.
+	// ErrInvalid: a bad argument. The text says which. Nothing was sent. Names have
+	// 1 to 1,024 bytes of valid UTF-8 without NUL, TTLs are between 1 ms and 10
+	// years, partitions and ages are not negative.
 	ErrInvalid = errors.New("invalid argument")
 )
 
@@ -76,7 +81,10 @@ func (e *HeldError) Error() string {
 // Is makes a HeldError an [ErrHeld].
 func (e *HeldError) Is(target error) bool { return target == ErrHeld }
 
-// DBTX is what a statement needs of a transaction: a [*sql.Tx], or what wraps one.
+// DBTX is what a statement needs of a transaction: a [*sql.Tx], or what wraps one,
+// on the database of the Coord. What can begin a transaction of its own, such as a
+// [*sql.DB] or a [*sql.Conn], is [ErrInvalid]; another wrapper of a pool is not
+// noticed, and protects nothing.
 type DBTX interface {
 	ExecContext(ctx context.Context, query string, args ...any) (sql.Result, error)
 	QueryContext(ctx context.Context, query string, args ...any) (*sql.Rows, error)
@@ -109,8 +117,9 @@ type Config struct {
 	// NoPrepare sends statements unprepared, as PgBouncer before 1.21 needs in
 	// transaction mode.
 	NoPrepare bool
-	// Timeout bounds each statement that coord sends on its own account, and how
-	// long a stuck driver is waited for; 0 is 5 s.
+	// Timeout bounds how long a statement or a stuck driver is waited for, but for
+	// acquisitions of a [TableDriver], which the caller's context bounds, and for
+	// what runs in the caller's own transaction; 0 is 5 s.
 	Timeout time.Duration
 	// Logger gets failures in the background; nil discards them.
 	Logger *slog.Logger
@@ -146,10 +155,10 @@ type Coord struct {
 // configuration or a dialect that can't work.
 func New(db *sql.DB, d Dialect, cfg Config) (*Coord, error) {
 	if db == nil || d == nil {
-		return nil, fmt.Errorf("coord: %w", invalid("the *sql.DB or the dialect is nil"))
+		return nil, wrap("new", invalid("the *sql.DB or the dialect is nil"))
 	}
 	if err := cfg.complete(); err != nil {
-		return nil, fmt.Errorf("coord: %w", err)
+		return nil, wrap("new", err)
 	}
 	c := &Coord{db: db, dialect: d, cfg: cfg, names: names{schema: cfg.Schema, prefix: cfg.Prefix}}
 	if err := first(c.names.validate(), c.format.load(c), c.leases.load(c), c.members.load(c),
@@ -203,9 +212,11 @@ func (c *Coord) Leases() *LeaseStore { return &c.leases }
 // Members returns the store of members.
 func (c *Coord) Members() *MemberStore { return &c.members }
 
-// Purge deletes rows that have been expired for longer than age, by the clock that
-// judges expiry, and says how many. It never touches a lease's epoch. It passes
-// over tables that are not there.
+// Purge deletes what nobody needs any more, and says how many rows: those that have
+// been expired for longer than age, by the clock that judges expiry, and those that
+// were released. It never touches a lease's epoch, and passes over tables that are
+// not there. Nobody else calls it: a table mutex leaves a row for each name that was
+// ever locked.
 func (c *Coord) Purge(ctx context.Context, age time.Duration) (int64, error) {
 	if age < 0 {
 		return 0, wrap("purge", invalid("age %s is negative", age))
@@ -241,9 +252,10 @@ func (c *Coord) purge(ctx context.Context, t *table, age time.Duration) (int64, 
 }
 
 // Close ends everything that was made from c and gives its connections back to
-// the pool; it does not close the *sql.DB. Operations under way end, those that
-// wait with [ErrClosed]; it takes no longer than a few times [Config.Timeout].
-// It returns nil and may be called again.
+// the pool; it does not close the *sql.DB. Leases, members and table mutexes are
+// not released: they stay until their TTL. Operations under way end, those that wait
+// with [ErrClosed]; it takes no longer than a few times [Config.Timeout]. It returns
+// nil and may be called again.
 func (c *Coord) Close() error {
 	c.closing.Do(func() {
 		c.mu.Lock()
@@ -658,17 +670,16 @@ func checkOptional(name, text string) error {
 	return nil
 }
 
-// checkTx refuses what is no transaction: a guard would end with its statement.
+// checkTx refuses what is no transaction but can begin one, as a *sql.DB, a
+// *sql.Conn and what embeds them can: a guard would end with its statement.
 func checkTx(tx DBTX) error {
-	switch tx := tx.(type) {
-	case nil:
+	if tx == nil || tx == DBTX((*sql.Tx)(nil)) {
 		return invalid("tx is nil")
-	case *sql.Tx:
-		if tx == nil {
-			return invalid("tx is nil")
-		}
-	case *sql.DB:
-		return invalid("tx is a *sql.DB, not a transaction")
+	}
+	if _, pool := tx.(interface {
+		BeginTx(context.Context, *sql.TxOptions) (*sql.Tx, error)
+	}); pool {
+		return invalid("tx is a %T, not a transaction", tx)
 	}
 	return nil
 }

@@ -298,6 +298,10 @@ func TestRefusesBadInput(t *testing.T) {
 	add("tx: Guard nil", leases.Guard(ctx, nil, Lease{Group: "g", Owner: "o"}))
 	add("tx: Guard nil *sql.Tx", leases.Guard(ctx, (*sql.Tx)(nil), Lease{Group: "g", Owner: "o"}))
 	add("tx: Guard *sql.DB", leases.Guard(ctx, c.db, Lease{Group: "g", Owner: "o"}))
+	add("tx: Guard *sql.Conn", leases.Guard(ctx, &sql.Conn{}, Lease{Group: "g", Owner: "o"}))
+	add("tx: Guard embedded *sql.DB", leases.Guard(ctx, struct{ *sql.DB }{c.db}, Lease{Group: "g", Owner: "o"}))
+	add("tx: LockTx *sql.DB", c.LockTx(ctx, c.db, "m"))
+	add("tx: TryLockTx *sql.Conn", c.TryLockTx(ctx, &sql.Conn{}, "m"))
 	_, err = c.Purge(ctx, -1)
 	add("age: Purge", err)
 	for name, err := range calls {

@@ -78,14 +78,14 @@ type names struct {
 }
 
 func (n names) validate() error {
-	return first(checkIdentifier("schema", n.schema), checkIdentifier("prefix", n.prefix))
+	return wrap("new", first(checkIdentifier("schema", n.schema), checkIdentifier("prefix", n.prefix)))
 }
 
 // checkIdentifier refuses what can't stand between quotes in SQL as it is. Empty
 // is fine.
 func checkIdentifier(what, name string) error {
 	if name != "" && !identifier.MatchString(name) {
-		return invalid("%s %q is not a plain identifier", what, name)
+		return invalid("%s %q is not of letters, digits and _, a digit not first", what, name)
 	}
 	if len(name) > maxIdentifier {
 		return invalid("%s %q is over %d bytes", what, name, maxIdentifier)

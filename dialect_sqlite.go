@@ -14,8 +14,11 @@ var sqliteFiles embed.FS
 
 // SQLite is SQLite 3.42 or newer: one machine, no server, for development, tests
 // and small installations. Set busy_timeout in the data source name (a second or
-// more) and, for a file that several processes use, journal_mode=WAL. Names of
-// tables do not differ by case there.
+// more) and, for a file that several processes use, journal_mode=WAL; with
+// modernc.org/sqlite that is "file:app.db?_pragma=busy_timeout(5000)&_pragma=journal_mode(WAL)".
+// A database in memory is one per connection: limit the pool to one, or use
+// "file:/name?vfs=memdb". Names of tables do not differ by case there, and a guarded
+// transaction holds up every write to the file, renewals included.
 var SQLite Dialect = sqlite{}
 
 type sqlite struct{}

@@ -27,7 +27,8 @@ type Lease struct {
 
 // LeaseStore leases the partitions of groups to owners. Its methods are safe for
 // concurrent use; they run one at a time on a connection that is borrowed from the
-// pool once and kept until [Coord.Close], unless the pool is limited to one. They
+// pool once and kept until [Coord.Close]; if the pool is limited to one, it is given
+// back after each. Nothing renews a lease but the caller: every TTL/3 is usual. They
 // give up when ctx ends before they are sent; once sent they wait for the database,
 // no longer than [Config.Timeout]. An Acquire that waits for an open Guard holds
 // the others up for as long: a TTL had better be twice the Timeout or more.
@@ -158,8 +159,9 @@ func (s *LeaseStore) sendRenew(ctx context.Context, conn *pinned, leases []Lease
 	return leases, err
 }
 
-// Release gives the lease up and keeps its row, so that the epoch continues. It
-// returns true the first time the owner releases it, even after it expired as long
+// Release gives the lease up and keeps its row, so that the epoch continues. It goes
+// by owner, not by epoch: a former process of that name ends its successor's lease.
+// It returns true the first time the owner releases it, even after it expired as long
 // as nobody has taken it, and false otherwise. It runs even if ctx has ended.
 func (s *LeaseStore) Release(ctx context.Context, group string, partition int, owner string) (bool, error) {
 	if err := checkLease(group, partition, owner); err != nil {
@@ -196,12 +198,13 @@ func (s *LeaseStore) Owners(ctx context.Context, group string) ([]Lease, error) 
 
 // Guard checks inside the caller's transaction that lease is still held by its
 // owner at its epoch, and keeps it so until tx ends: a takeover waits for it, while
-// renewals and releases do not. It returns [ErrLost] if the lease is not held, and
-// the caller must then roll back. Call it first in the transaction, and not under
-// a savepoint, whose rollback ends it. Under REPEATABLE READ and above it judges the transaction's snapshot, and a serialization failure
-// (40001) means: run the transaction again. On SQLite it takes the write lock.
+// renewals and releases do not (on SQLite every write does). It returns [ErrLost]
+// if the lease is not held, and the caller must then roll back.
 //
-// A *sql.DB is [ErrInvalid]: outside a transaction a guard protects nothing.
+// Call it first in the transaction, and not under a savepoint, whose rollback ends
+// it. Under REPEATABLE READ and above it judges the transaction's snapshot, and a
+// serialization failure (40001) means: run the transaction again. Outside a
+// transaction it would protect nothing: see [DBTX].
 func (s *LeaseStore) Guard(ctx context.Context, tx DBTX, lease Lease) error {
 	if err := first(checkTx(tx), checkLease(lease.Group, lease.Partition, lease.Owner)); err != nil {
 		return wrap("guard lease", err)

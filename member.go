@@ -12,7 +12,7 @@ type Member struct {
 	Service string
 	Node    string
 	Address string   // where others reach it; may be empty
-	Groups  []string // sorted, without duplicates, never nil
+	Groups  []string // what it takes part in, for others to read; sorted, without duplicates, never nil
 	// ExpiresAt is the expiry by the clock that judges it, see [Config.Clock].
 	ExpiresAt time.Time
 }
@@ -41,7 +41,8 @@ func (s *MemberStore) load(c *Coord) error {
 }
 
 // Heartbeat makes node a member of service for ttl from now, with this address and
-// these groups in place of former ones, and returns it as it is kept.
+// these groups in place of former ones, and returns it as it is kept. Call it every
+// TTL/3 or so.
 func (s *MemberStore) Heartbeat(ctx context.Context, service, node, address string, ttl time.Duration, groups []string) (Member, error) {
 	if err := first(checkMember(service, node), checkOptional("address", address), checkTTL(ttl), checkGroups(groups)); err != nil {
 		return Member{}, wrap("heartbeat", err)

@@ -50,11 +50,11 @@ type DriverConfig struct {
 
 // MutexConfig configures a [Mutex]. Zero fields have defaults.
 type MutexConfig struct {
-	TTL      time.Duration // how long a lock outlives a holder that has crashed; 30 s
-	Renew    time.Duration // between renewals, at most TTL/2; TTL/3
-	Margin   time.Duration // how long before its deadline a lock that can't be renewed is lost; TTL/10
-	RetryMin time.Duration // before the first retry of one who waits; 10 ms
-	RetryMax time.Duration // before later ones, which wait twice as long each; 100 ms
+	TTL      time.Duration // how long a lock outlives a holder that has crashed; default 30 s
+	Renew    time.Duration // between renewals, at most TTL/2; default TTL/3
+	Margin   time.Duration // how long before its deadline a lock that can't be renewed is lost; default TTL/10
+	RetryMin time.Duration // the first pause of one who waits; each is twice the last, a random half off; default 10 ms
+	RetryMax time.Duration // the longest pause; default 100 ms
 }
 
 // Mutex locks names, so that one holder of each exists among all processes that
@@ -77,9 +77,9 @@ type place struct {
 	lost  bool          // told of a loss while it asks; under the mutex's mu
 }
 
-// NewMutex returns a Mutex on a driver, which remembers it until it is closed: make
-// one, not one per lock. It does no I/O, and has no Close: unlock what was locked,
-// then close the driver.
+// NewMutex returns a Mutex on a driver. Make one, not one per lock: the driver
+// remembers each. It does no I/O. A Mutex has no Close: unlock what was locked, then
+// close the driver.
 func NewMutex(d MutexDriver, cfg MutexConfig) (*Mutex, error) {
 	if d == nil {
 		return nil, wrap("new mutex", invalid("the driver is nil"))
@@ -117,7 +117,8 @@ func orDefault(d *time.Duration, value time.Duration) {
 }
 
 // TryLock takes the lock if it is free, and returns an [ErrHeld] if not, also if
-// another caller of this Mutex has it or waits for it.
+// another caller of this Mutex has it or waits for it. It may wait, as long as ctx
+// allows, for a transaction that a former holder has guarded.
 func (m *Mutex) TryLock(ctx context.Context, name string) (lock *Lock, err error) {
 	if err := m.check(ctx, name); err != nil {
 		return nil, err
@@ -376,8 +377,8 @@ func (l *Lock) Unlock(ctx context.Context) error {
 	return l.result
 }
 
-// Guard checks inside the caller's transaction that the lock is still held, and
-// keeps it so until tx ends: see [LeaseStore.Guard]. In advisory mode it is
+// Guard checks inside the caller's transaction that the lock is still held at its
+// token, and keeps it so until tx ends: see [LeaseStore.Guard]. In advisory mode it is
 // [errors.ErrUnsupported].
 func (l *Lock) Guard(ctx context.Context, tx DBTX) error {
 	d, ok := l.m.d.(interface {

@@ -57,7 +57,8 @@ func (s *advisorySQL) load(c *Coord) error {
 
 // AdvisoryKey is the key of a name's advisory lock, to look it up in pg_locks: the
 // first 8 bytes of SHA-256, big endian. An [AdvisoryDriver] uses the key of its
-// prefix + name, [Coord.LockTx] that of the name.
+// prefix + name, [Coord.LockTx] that of the name. All advisory locks of a database
+// share the keys, so a prefix also keeps a driver apart from LockTx.
 func AdvisoryKey(name string) int64 {
 	sum := sha256.Sum256([]byte(name))
 	return int64(binary.BigEndian.Uint64(sum[:8]))

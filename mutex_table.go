@@ -148,11 +148,11 @@ func (d *TableDriver) try(ctx context.Context, name, key string, ttl time.Durati
 }
 
 // Extend tells whether the lock is still this holder's, for ttl from now: also if
-// it had expired and nobody has taken it.
+// it had expired and nobody has taken it, since its token proves that nobody has.
 func (d *TableDriver) Extend(ctx context.Context, lock DriverLock, ttl time.Duration) (bool, error) {
 	key, err := d.key(lock.Name)
 	if err := first(err, checkTTL(ttl), d.open()); err != nil {
-		return false, wrap("extend lock", err)
+		return false, wrap("extend lock "+lock.Name, err)
 	}
 	n, err := onPool(ctx, d.c, d.table, func(ctx context.Context) (int64, error) {
 		return d.c.exec(ctx, d.extend, key, lock.Fence, micros(ttl), d.c.now())
@@ -166,7 +166,7 @@ func (d *TableDriver) Extend(ctx context.Context, lock DriverLock, ttl time.Dura
 func (d *TableDriver) Release(ctx context.Context, lock DriverLock) (bool, error) {
 	key, err := d.key(lock.Name)
 	if err := first(err, d.open()); err != nil {
-		return false, wrap("release lock", err)
+		return false, wrap("release lock "+lock.Name, err)
 	}
 	ctx, cancel := d.c.detach(ctx)
 	defer cancel()

@@ -224,7 +224,7 @@ func scanRows(rows *sql.Rows, err error, scan func() error) error {
 	return rows.Err()
 }
 
-var errAbandoned = errors.New("no answer from the driver")
+var errAbandoned = errors.New("no answer: the database is out of reach, or a transaction has the row")
 
 // await runs do on a goroutine of its own and returns its result. If ctx ends
 // first it returns at once, and late, if not nil, is handed the result whenever do

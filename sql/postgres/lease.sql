@@ -7,7 +7,7 @@ CREATE TABLE IF NOT EXISTS coord_lease (
     partition  bigint      NOT NULL,
     owner      text        NOT NULL,
     epoch      bigint      NOT NULL,
-    attempt    bigint      NOT NULL, -- the acquisition that made this epoch
+    attempt    bigint      NOT NULL, -- the acquisition that made this epoch: the Coord in the upper half, a count in the lower
     dated      timestamptz NOT NULL, -- the "now" of the last grant or renewal: an older one that arrives late changes nothing
     expires_at timestamptz NOT NULL, -- 'epoch' once released
     PRIMARY KEY (group_name, partition)
@@ -28,7 +28,7 @@ WITH held AS ( -- Look first: a refused attempt writes nothing.
         coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()),
         coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) + $4::bigint * interval '1 microsecond'
     WHERE NOT EXISTS (SELECT FROM held)
-    ON CONFLICT (group_name, partition) DO UPDATE -- From here on the row is owned.
+    ON CONFLICT (group_name, partition) DO UPDATE -- From here on the row is owned, and judged again as it is now.
     SET group_name = excluded.group_name, -- Naming the key takes the full row lock: a takeover waits for open guards.
         owner = excluded.owner,
         epoch = lease.epoch + 1,
@@ -95,7 +95,7 @@ ORDER BY partition;
 
 -- name: guard
 -- (group, partition, owner, epoch, now) a row if it is still held, and then until the transaction ends
-WITH guarded AS ( -- A takeover waits for this lock, a renewal or a release does not.
+WITH guarded AS ( -- KEY SHARE: a takeover, which names the key, waits for it; a renewal or a release does not.
     SELECT expires_at
     FROM coord_lease
     WHERE group_name = $1::text AND partition = $2::bigint AND owner = $3::text AND epoch = $4::bigint

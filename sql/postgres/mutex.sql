@@ -26,9 +26,10 @@ WITH held AS ( -- Look first: a refused attempt writes nothing.
     AND expires_at > coalesce(to_timestamp($4::bigint / 1e6), clock_timestamp())
 ), won AS (
     INSERT INTO coord_mutex AS mutex (name, owner, fence, attempt, dated, expires_at)
-    SELECT $1::text, '', 0, 0, 'epoch', 'epoch' -- A free row and no token: one that is drawn before the row is owned can land late.
+    -- A free row and no token: one drawn before the row is owned could be overtaken by a rival's, and land after it.
+    SELECT $1::text, '', 0, 0, 'epoch', 'epoch'
     WHERE NOT EXISTS (SELECT FROM held)
-    ON CONFLICT (name) DO UPDATE -- From here on the row is owned.
+    ON CONFLICT (name) DO UPDATE -- From here on the row is owned, and judged again as it is now.
     SET name = excluded.name, -- Naming the key takes the full row lock: a takeover waits for open guards.
         owner = $2::text,
         fence = nextval('"coord_mutex_fence"'),
@@ -75,7 +76,7 @@ AND (expires_at > 'epoch' OR attempt = $3::bigint); -- Or sent twice by the driv
 
 -- name: guard
 -- (name, fence, now) a row if it is still held, and then until the transaction ends
-WITH guarded AS ( -- A takeover waits for this lock, a renewal or a release does not.
+WITH guarded AS ( -- KEY SHARE: a takeover, which names the key, waits for it; a renewal or a release does not.
     SELECT expires_at
     FROM coord_mutex
     WHERE name = $1::text AND fence = $2::bigint

@@ -8,7 +8,7 @@ CREATE TABLE IF NOT EXISTS coord_lease (
     partition  INTEGER NOT NULL,
     owner      TEXT    NOT NULL,
     epoch      INTEGER NOT NULL,
-    attempt    INTEGER NOT NULL, -- the acquisition that made this epoch
+    attempt    INTEGER NOT NULL, -- the acquisition that made this epoch: the Coord in the upper half, a count in the lower
     dated      INTEGER NOT NULL, -- the "now" of the last grant or renewal: an older one that arrives late changes nothing
     expires_at INTEGER NOT NULL, -- 0 once released
     PRIMARY KEY (group_name, partition)
