@@ -473,7 +473,7 @@ func fallIntoBlackHole(t *testing.T, e *env, name string) {
 		return
 	}
 	t.Cleanup(func() { p.close(); db.Close() })
-	cfg := coord.Config{Timeout: time.Second}
+	cfg := coord.Config{}
 	config := coord.MutexConfig{TTL: 3 * time.Second}
 	old := newCoord(t, db, e.dialect, cfg)
 	d, err := old.TableDriver(coord.DriverConfig{})
