@@ -7,6 +7,8 @@
 //   - [Coord.Leases]: partitions of a group, each leased to one owner for a time,
 //     with an epoch that fences off former owners
 //   - [Coord.Members]: which nodes of a service are alive
+//   - [Coord.Reservations]: keys that belong to one owner each, reserved by a command
+//     and confirmed with its event
 //   - [NewMutex]: names that one holder at a time locks, on a [Coord.TableDriver]
 //     or a [Coord.AdvisoryDriver]
 //
@@ -60,7 +62,7 @@ var (
 	ErrFormat = errors.New("tables missing or of an unknown format")
 	// ErrInvalid: a bad argument. The text says which. Nothing was sent. Names have
 	// 1 to 1,024 bytes of valid UTF-8 without NUL, TTLs are between 1 ms and 10
-	// years, partitions and ages are not negative.
+	// years, partitions, versions and ages are not negative.
 	ErrInvalid = errors.New("invalid argument")
 )
 
@@ -68,12 +70,15 @@ var (
 type HeldError struct {
 	What      string    // what was asked for, such as "lease jobs/3"
 	Owner     string    // its holder; "" if a rival won it just now and is gone again
-	ExpiresAt time.Time // when its hold ends by the clock that judges it; zero if unknown
+	ExpiresAt time.Time // when its hold ends by the clock that judges it; zero if unknown, or if it does not end by itself
 }
 
 func (e *HeldError) Error() string {
 	if e.Owner == "" {
 		return fmt.Sprintf("coord: %s: %v", e.What, ErrHeld)
+	}
+	if e.ExpiresAt.IsZero() {
+		return fmt.Sprintf("coord: %s: %v: %s", e.What, ErrHeld, e.Owner)
 	}
 	return fmt.Sprintf("coord: %s: %v: %s until %s", e.What, ErrHeld, e.Owner, e.ExpiresAt.Format(time.RFC3339Nano))
 }
@@ -118,8 +123,8 @@ type Config struct {
 	// transaction mode.
 	NoPrepare bool
 	// Timeout bounds how long a statement or a stuck driver is waited for, but for
-	// acquisitions of a [TableDriver], which the caller's context bounds, and for
-	// what runs in the caller's own transaction; 0 is 5 s.
+	// acquisitions of a [TableDriver] and reservations, which the caller's context
+	// bounds, and for what runs in the caller's own transaction; 0 is 5 s.
 	Timeout time.Duration
 	// Logger gets failures in the background; nil discards them.
 	Logger *slog.Logger
@@ -128,17 +133,18 @@ type Config struct {
 // Coord is coordination on one database. It is safe for concurrent use. Close it
 // before the *sql.DB.
 type Coord struct {
-	db       *sql.DB
-	dialect  Dialect
-	cfg      Config
-	names    names
-	format   formatStore
-	leases   LeaseStore
-	members  MemberStore
-	advisory advisorySQL
-	session  *session     // carries leases and members
-	attempts atomic.Int64 // the last attempt's id
-	prepared sync.Map     // *sql.Stmt on the pool, by text
+	db           *sql.DB
+	dialect      Dialect
+	cfg          Config
+	names        names
+	format       formatStore
+	leases       LeaseStore
+	members      MemberStore
+	reservations ReservationStore
+	advisory     advisorySQL
+	session      *session     // carries leases and members
+	attempts     atomic.Int64 // the last attempt's id
+	prepared     sync.Map     // *sql.Stmt on the pool, by text
 
 	life    context.Context // ends with Close
 	end     context.CancelCauseFunc
@@ -161,7 +167,7 @@ func New(db *sql.DB, d Dialect, cfg Config) (*Coord, error) {
 		return nil, wrap("new", err)
 	}
 	c := &Coord{db: db, dialect: d, cfg: cfg, names: names{schema: cfg.Schema, prefix: cfg.Prefix}}
-	if err := first(c.names.validate(), c.format.load(c), c.leases.load(c), c.members.load(c),
+	if err := first(c.names.validate(), c.format.load(c), c.leases.load(c), c.members.load(c), c.reservations.load(c),
 		(&TableDriver{c: c}).load(c.names), c.advisory.load(c)); err != nil {
 		return nil, err
 	}
@@ -212,11 +218,18 @@ func (c *Coord) Leases() *LeaseStore { return &c.leases }
 // Members returns the store of members.
 func (c *Coord) Members() *MemberStore { return &c.members }
 
+// Reservations returns the store of reservations.
+func (c *Coord) Reservations() *ReservationStore { return &c.reservations }
+
 // Purge deletes what nobody needs any more, and says how many rows: those that have
 // been expired for longer than age, by the clock that judges expiry, and those that
 // were released. It never touches a lease's epoch, and passes over tables that are
 // not there. Nobody else calls it: a table mutex leaves a row for each name that was
 // ever locked.
+//
+// It covers every type of reservations that has a table. A key that was released
+// within age stays, and a [ReservationStore.Confirm] that is older than a release
+// which is gone may resurrect its key.
 func (c *Coord) Purge(ctx context.Context, age time.Duration) (int64, error) {
 	if age < 0 {
 		return 0, wrap("purge", invalid("age %s is negative", age))
@@ -226,8 +239,20 @@ func (c *Coord) Purge(ctx context.Context, age time.Duration) (int64, error) {
 		return 0, wrap("purge", err)
 	}
 	defer done()
-	var deleted int64
-	for _, t := range c.known() {
+	known := c.known()
+	deleted, err := c.purgeAll(ctx, known, age)
+	if err != nil {
+		return deleted, err
+	}
+	if err := c.reservations.discover(ctx); err != nil {
+		return deleted, wrap("purge reservations", err)
+	}
+	more, err := c.purgeAll(ctx, c.known()[len(known):], age) // What is known is only added to.
+	return deleted + more, err
+}
+
+func (c *Coord) purgeAll(ctx context.Context, tables []*table, age time.Duration) (deleted int64, err error) {
+	for _, t := range tables {
 		n, err := c.purge(ctx, t, age)
 		deleted += n
 		if err != nil {
@@ -244,9 +269,17 @@ func (c *Coord) purge(ctx context.Context, t *table, age time.Duration) (int64, 
 	if missing, err := c.missing(ctx, t); err != nil || missing {
 		return 0, err
 	}
+	n, err := c.purgeBy(ctx, t.purge, age)
+	if err == nil && t.trim != "" {
+		_, err = c.purgeBy(ctx, t.trim, age)
+	}
+	return n, err
+}
+
+func (c *Coord) purgeBy(ctx context.Context, text string, age time.Duration) (int64, error) {
 	return retry(ctx, c, func() (int64, error) {
 		return onSession(ctx, c.session, func(ctx context.Context, conn *pinned) (int64, error) {
-			return conn.exec(ctx, t.purge, micros(age), c.now())
+			return conn.exec(ctx, text, micros(age), c.now())
 		})
 	})
 }

@@ -374,6 +374,7 @@ func TestStatements(t *testing.T) {
 	}
 	mock.ExpectExec(members.table.purge).WithArgs(minute, now).WillReturnResult(sqlmock.NewResult(0, 5))
 	mock.ExpectExec(c.tables[2].purge).WithArgs(minute, now).WillReturnResult(sqlmock.NewResult(0, 2))
+	mock.ExpectQuery(c.format.where).WithArgs("", "coord_format").WillReturnRows(sqlmock.NewRows([]string{"at", "home"}).AddRow("", "public")) // No other types.
 	if n, err := c.Purge(ctx, time.Minute); n != 7 || err != nil {
 		t.Errorf("Purge = %d, %v", n, err)
 	}

@@ -3,7 +3,6 @@ package coord
 import (
 	"context"
 	"database/sql"
-	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -22,6 +21,7 @@ type table struct {
 	ddl    string
 	guards []string      // statements that run inside callers' transactions
 	purge  string        // (age, now) deletes what has expired longer than age ago; "" if nothing may go
+	trim   string        // (age, now) forgets what is older than age in the rows that stay; "" if nothing
 	ready  atomic.Bool   // seen, in the known format
 	turn   chan struct{} // holds one: only one operation looks at a time
 }
@@ -52,10 +52,13 @@ func (s *formatStore) load(c *Coord) error {
 // [ErrFormat] if a table is missing. It also returns ErrFormat, having touched
 // nothing, for tables of a format that this version does not know.
 //
+// The tables of reservations are those of types, of whose fields only Context and
+// Aggregate count, and of the types that c has used so far.
+//
 // Nobody has to call it: a table is made on its first use.
 func (c *Coord) Migrate(ctx context.Context, types ...ReservationScope) error {
-	if len(types) > 0 {
-		return wrap("migrate reservations", errors.ErrUnsupported)
+	if err := c.know(types); err != nil {
+		return wrap("migrate reservations", err)
 	}
 	ctx, done, err := c.begin(ctx)
 	if err != nil {
@@ -74,8 +77,8 @@ func (c *Coord) Migrate(ctx context.Context, types ...ReservationScope) error {
 // Schema returns the DDL and the format records as Migrate would run them where
 // nothing is there yet, for people who apply them by hand, in one transaction.
 func (c *Coord) Schema(types ...ReservationScope) (string, error) {
-	if len(types) > 0 {
-		return "", wrap("schema of reservations", errors.ErrUnsupported)
+	if err := c.know(types); err != nil {
+		return "", wrap("schema of reservations", err)
 	}
 	parts := []string{c.format.ddl}
 	for _, t := range c.known() {
@@ -84,10 +87,24 @@ func (c *Coord) Schema(types ...ReservationScope) (string, error) {
 	return strings.Join(parts, "\n\n") + "\n", nil
 }
 
+// know makes types of reservations known.
+func (c *Coord) know(types []ReservationScope) error {
+	for _, scope := range types {
+		t, err := c.reservations.of(scope.Context, scope.Aggregate)
+		if err != nil {
+			return err
+		}
+		if t.table == nil {
+			return c.unsupported()
+		}
+	}
+	return nil
+}
+
 // newTable registers the table of a file under its configured name, or returns the
 // one that has been. A name that is another file's is [ErrInvalid].
-func (c *Coord) newTable(n names, base, ddl, purge string, guards ...string) (*table, error) {
-	t := &table{base: base, record: n.value(base), ddl: ddl, purge: purge, guards: guards, turn: make(chan struct{}, 1)}
+func (c *Coord) newTable(n names, base, ddl, purge, trim string, guards ...string) (*table, error) {
+	t := &table{base: base, record: n.value(base), ddl: ddl, purge: purge, trim: trim, guards: guards, turn: make(chan struct{}, 1)}
 	t.schema, t.name = n.table(base)
 	if t.record == c.format.name {
 		return nil, invalid("table %s is that of the formats", t.record)
@@ -143,14 +160,14 @@ func (c *Coord) missing(ctx context.Context, t *table) (bool, error) {
 	if t.ready.Load() {
 		return false, nil
 	}
-	missing, err := c.format.missing(ctx, t)
+	missing, err := c.format.missing(ctx, c.db, t)
 	return missing != "", err
 }
 
 // ensure looks, makes what is missing, and looks again: another version may have
 // been faster.
 func (s *formatStore) ensure(ctx context.Context, t *table) error {
-	missing, err := s.missing(ctx, t)
+	missing, err := s.missing(ctx, s.c.db, t)
 	if err != nil {
 		return err
 	}
@@ -163,7 +180,7 @@ func (s *formatStore) ensure(ctx context.Context, t *table) error {
 		if err != nil {
 			return fmt.Errorf("make table %s: %w", t.name, err)
 		}
-		if missing, err = s.missing(ctx, t); err != nil {
+		if missing, err = s.missing(ctx, s.c.db, t); err != nil {
 			return err
 		}
 		if missing != "" {
@@ -175,13 +192,14 @@ func (s *formatStore) ensure(ctx context.Context, t *table) error {
 }
 
 // missing says what t lacks, "" if nothing. It returns [ErrFormat] if t, or what
-// records the formats, is of an unknown format or out of place.
-func (s *formatStore) missing(ctx context.Context, t *table) (string, error) {
-	at, home, err := s.look(ctx, s.schema, s.name)
+// records the formats, is of an unknown format or out of place. It looks on the
+// pool or through the caller's transaction.
+func (s *formatStore) missing(ctx context.Context, on DBTX, t *table) (string, error) {
+	at, home, err := s.look(ctx, on, s.schema, s.name)
 	if err != nil || at == "" {
 		return "no table " + s.name, err
 	}
-	formats, err := step(ctx, s.c, s.read)
+	formats, err := ask(ctx, s.c, on, s.read)
 	if err != nil {
 		return "", fmt.Errorf("read formats: %w", err)
 	}
@@ -190,7 +208,7 @@ func (s *formatStore) missing(ctx context.Context, t *table) (string, error) {
 			return "", fmt.Errorf("%w: table %s has format %d, this version knows %d", ErrFormat, name, format, knownFormat)
 		}
 	}
-	found, _, err := s.look(ctx, t.schema, t.name)
+	found, _, err := s.look(ctx, on, t.schema, t.name)
 	_, recorded := formats[t.record]
 	switch {
 	case err != nil:
@@ -206,11 +224,24 @@ func (s *formatStore) missing(ctx context.Context, t *table) (string, error) {
 	return "no format record for table " + t.name, nil
 }
 
+// recorded returns the format records, by table; none if there is no table of them.
+func (s *formatStore) recorded(ctx context.Context) (map[string]int64, error) {
+	at, _, err := s.look(ctx, s.c.db, s.schema, s.name)
+	if err != nil || at == "" {
+		return nil, err
+	}
+	formats, err := ask(ctx, s.c, s.c.db, s.read)
+	if err != nil {
+		err = fmt.Errorf("read formats: %w", err)
+	}
+	return formats, err
+}
+
 // look returns the schema that has a table, "" if none, and that where it would be
 // made.
-func (s *formatStore) look(ctx context.Context, schema, name string) (at, home string, err error) {
-	places, err := step(ctx, s.c, func(ctx context.Context) (places [2]string, err error) {
-		err = s.c.db.QueryRowContext(ctx, s.where, schema, name).Scan(&places[0], &places[1])
+func (s *formatStore) look(ctx context.Context, on DBTX, schema, name string) (at, home string, err error) {
+	places, err := ask(ctx, s.c, on, func(ctx context.Context, on DBTX) (places [2]string, err error) {
+		err = on.QueryRowContext(ctx, s.where, schema, name).Scan(&places[0], &places[1])
 		return places, err
 	})
 	if err != nil {
@@ -220,15 +251,30 @@ func (s *formatStore) look(ctx context.Context, schema, name string) (at, home s
 }
 
 // read returns the format records, by table.
-func (s *formatStore) read(ctx context.Context) (map[string]int64, error) {
+func (s *formatStore) read(ctx context.Context, on DBTX) (map[string]int64, error) {
 	formats := map[string]int64{}
 	var name string
 	var format int64
-	rows, err := s.c.db.QueryContext(ctx, s.formats)
+	rows, err := on.QueryContext(ctx, s.formats)
 	err = scanRows(rows, err, func() error {
 		err := rows.Scan(&name, &format)
 		formats[name] = format
 		return err
 	})
 	return formats, err
+}
+
+// ask is a step on the pool, or a statement in the caller's transaction, which goes
+// by ctx and can't be sent again.
+func ask[T any](ctx context.Context, c *Coord, on DBTX, do func(context.Context, DBTX) (T, error)) (T, error) {
+	if on != DBTX(c.db) {
+		return do(ctx, on)
+	}
+	return step(ctx, c, func(ctx context.Context) (T, error) { return do(ctx, on) })
+}
+
+// beside tells whether a table can be made while a caller's transaction is open: on
+// SQLite it would wait for that, and so it would for the pool's only connection.
+func (c *Coord) beside() bool {
+	return c.dialect.Name() != SQLite.Name() && c.db.Stats().MaxOpenConnections != 1
 }

@@ -51,7 +51,7 @@ func (s *LeaseStore) load(c *Coord) error {
 		section{"release", &s.release}, section{"owners", &s.owners}, section{"guard", &s.guard})
 	s.c = c
 	if ok {
-		s.table, err = c.newTable(c.names, "coord_lease", ddl, "", s.guard)
+		s.table, err = c.newTable(c.names, "coord_lease", ddl, "", "", s.guard)
 	}
 	return err
 }

@@ -35,7 +35,7 @@ func (s *MemberStore) load(c *Coord) error {
 		section{"heartbeat", &s.heartbeat}, section{"leave", &s.leave}, section{"list", &s.list}, section{"purge", &purge})
 	s.c = c
 	if ok {
-		s.table, err = c.newTable(c.names, "coord_member", ddl, purge)
+		s.table, err = c.newTable(c.names, "coord_member", ddl, purge, "")
 	}
 	return err
 }

@@ -75,7 +75,7 @@ func (d *TableDriver) load(n names) error {
 		section{"acquire", &d.acquire}, section{"holder", &d.holder}, section{"undo", &d.undo}, section{"extend", &d.extend},
 		section{"release", &d.release}, section{"guard", &d.fence}, section{"purge", &purge})
 	if ok {
-		d.table, err = d.c.newTable(n, "coord_mutex", ddl, purge, d.fence)
+		d.table, err = d.c.newTable(n, "coord_mutex", ddl, purge, "", d.fence)
 	}
 	return err
 }
