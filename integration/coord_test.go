@@ -45,13 +45,15 @@ func TestFirstUseAtOnce(t *testing.T) {
 				wg.Go(func() {
 					<-start
 					var err error
-					switch i % 3 {
+					switch i % 4 {
 					case 0:
 						err = c.Migrate(t.Context())
 					case 1:
 						_, err = c.Leases().Acquire(t.Context(), "jobs", i, "o", time.Hour)
 					case 2:
 						_, err = c.Members().Heartbeat(t.Context(), "web", fmt.Sprint(i), "", time.Hour, nil)
+					case 3:
+						_, err = c.Reservations().Reserve(t.Context(), names, fmt.Sprint(i), ref("o"), "h", time.Hour)
 					}
 					if err != nil {
 						t.Errorf("round %d, process %d: %v", round, i, err)
@@ -106,14 +108,17 @@ func TestSchemaByHand(t *testing.T) {
 			if _, err := c.Leases().Acquire(t.Context(), "jobs", 0, "o", time.Hour); !errors.Is(err, coord.ErrFormat) {
 				t.Fatalf("Acquire without tables = %v, want ErrFormat", err)
 			}
+			if _, _, err := c.Reservations().Find(t.Context(), names, "k"); !errors.Is(err, coord.ErrFormat) {
+				t.Fatalf("Find without tables = %v, want ErrFormat", err)
+			}
 		}
-		ddl, err := c.Schema()
+		ddl, err := c.Schema(names)
 		if err != nil {
 			t.Fatal(err)
 		}
 		e.exec(t, ddl)
 		e.exec(t, ddl) // It may be repeated.
-		if err := c.Migrate(t.Context()); err != nil {
+		if err := c.Migrate(t.Context(), names); err != nil {
 			t.Fatalf("Migrate with tables = %v", err)
 		}
 		if _, err := c.Leases().Acquire(t.Context(), "jobs", 0, "o", time.Hour); err != nil {
@@ -127,7 +132,7 @@ func TestSchemaByHand(t *testing.T) {
 func TestManualRole(t *testing.T) {
 	for _, ddl := range []coord.DDL{coord.DDLManual, coord.DDLAuto} {
 		eachPostgres(t, func(t *testing.T, e *env) {
-			if err := e.coord(t).Migrate(t.Context()); err != nil {
+			if err := e.coord(t).Migrate(t.Context(), names); err != nil {
 				t.Fatal(err)
 			}
 			role := fmt.Sprintf("plain_%d", memories.Add(1))
@@ -159,7 +164,7 @@ func useEverything(t *testing.T, c *coord.Coord) {
 			t.Fatalf("%s = %v", what, err)
 		}
 	}
-	must("Migrate", c.Migrate(ctx))
+	must("Migrate", c.Migrate(ctx, names))
 	lease, err := c.Leases().Acquire(ctx, "jobs", 0, "o", time.Hour)
 	must("Acquire", err)
 	_, err = c.Leases().Acquire(ctx, "jobs", 0, "p", time.Hour)
@@ -189,6 +194,7 @@ func useEverything(t *testing.T, c *coord.Coord) {
 	table, err := c.TableDriver(coord.DriverConfig{})
 	must("TableDriver", err)
 	useMutex(t, table)
+	useReservations(t, c.Reservations())
 	_, err = c.Purge(ctx, time.Hour)
 	must("Purge", err)
 }
@@ -358,15 +364,21 @@ func TestOwnDialect(t *testing.T) {
 
 		d := copyDialect(t, e.dialect)
 		delete(d.files, "lease.sql")
+		delete(d.files, "reservation.sql")
 		c := newCoord(t, e.db, d, e.config())
 		ctx := t.Context()
 		_, acquire := c.Leases().Acquire(ctx, "jobs", 0, "o", time.Hour)
 		_, renew := c.Leases().Renew(ctx, "jobs", []int{0}, "o", time.Hour)
 		_, release := c.Leases().Release(ctx, "jobs", 0, "o")
 		_, owners := c.Leases().Owners(ctx, "jobs")
-		for op, err := range map[string]error{"Acquire": acquire, "Renew": renew, "Release": release, "Owners": owners} {
+		_, reserve := c.Reservations().Reserve(ctx, names, "k", ref("o"), "h", time.Hour)
+		_, _, find := c.Reservations().WithTx(&sql.Tx{}).Find(ctx, names, "k")
+		migrate := c.Migrate(ctx, names)
+		_, schema := c.Schema(names)
+		for op, err := range map[string]error{"Acquire": acquire, "Renew": renew, "Release": release, "Owners": owners,
+			"Reserve": reserve, "Find": find, "Migrate": migrate, "Schema": schema} {
 			if !errors.Is(err, errors.ErrUnsupported) {
-				t.Errorf("%s without lease.sql = %v, want ErrUnsupported", op, err)
+				t.Errorf("%s without its file = %v, want ErrUnsupported", op, err)
 			}
 		}
 		if _, err := c.Members().Heartbeat(ctx, "web", "a", "", time.Hour, nil); err != nil {
@@ -409,7 +421,7 @@ func TestSectionNames(t *testing.T) {
 // TestSections prepares every section of every dialect on its engine.
 func TestSections(t *testing.T) {
 	eachEngine(t, func(t *testing.T, e *env) {
-		if err := e.coord(t).Migrate(t.Context()); err != nil {
+		if err := e.coord(t).Migrate(t.Context(), names); err != nil {
 			t.Fatal(err)
 		}
 		if e.pooler {
@@ -442,7 +454,7 @@ func TestPsql(t *testing.T) {
 	}
 	e := newEnv(t, engines[2], nil)
 	cmd := exec.Command(psql, "-v", "ON_ERROR_STOP=1", "-1", "-q", "-d", e.url)
-	ddl, err := e.coord(t).Schema()
+	ddl, err := e.coord(t).Schema(names)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -450,7 +462,7 @@ func TestPsql(t *testing.T) {
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("psql: %v\n%s", err, out)
 	}
-	if err := newCoord(t, e.db, e.dialect, coord.Config{DDL: coord.DDLManual}).Migrate(t.Context()); err != nil {
+	if err := newCoord(t, e.db, e.dialect, coord.Config{DDL: coord.DDLManual}).Migrate(t.Context(), names); err != nil {
 		t.Fatal(err)
 	}
 }

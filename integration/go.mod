@@ -9,6 +9,7 @@ require (
 	github.com/seed-4c80c132/coord v0.0.0
 	go.uber.org/goleak v1.3.0
 	modernc.org/sqlite v1.62.0
+	pgregory.net/rapid v1.3.0
 )
 
 require (
