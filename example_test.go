@@ -4,6 +4,7 @@ import (
 	"context"
 	"database/sql"
 	"errors"
+	"fmt"
 	"log"
 	"os"
 	"strings"
@@ -96,6 +97,53 @@ func ExampleLock_Guard() {
 	_, err = tx.ExecContext(ctx, "UPDATE account SET balance = balance - 10 WHERE id = 4711")
 	check(err)
 	check(tx.Commit())
+}
+
+// A user signs up under a name that nobody else may have: the command reserves it,
+// does what takes time, and stores its event and confirms the name in one
+// transaction. If the command fails, the name is free for the next.
+func ExampleReservationStore() {
+	ctx := context.Background()
+	db, err := sql.Open("postgres", "postgres://localhost/app")
+	check(err)
+	c, err := coord.New(db, coord.Postgres, coord.Config{})
+	check(err)
+	defer c.Close()
+	names := coord.ReservationScope{Context: "accounts", Aggregate: "user", Namespace: "user_name"}
+
+	signUp := func(user coord.AggregateRef, name, command string) (err error) {
+		_, err = c.Reservations().Reserve(ctx, names, name, user, command, time.Minute)
+		if errors.Is(err, coord.ErrHeld) {
+			return errors.New("this name is taken")
+		}
+		if err != nil {
+			return err
+		}
+		defer func() {
+			if err != nil {
+				_, _ = c.Reservations().Abandon(ctx, names, name, user, command) // Else the hold expires in a minute.
+			}
+		}()
+		tx, err := db.BeginTx(ctx, nil)
+		if err != nil {
+			return err
+		}
+		defer tx.Rollback()
+		const version = 1 // of the event among the user's
+		_, err = tx.ExecContext(ctx, "INSERT INTO event (stream, version, type, name) VALUES ($1, $2, 'signed up', $3)", user.ID, version, name)
+		if err != nil {
+			return err
+		}
+		outcome, err := c.Reservations().WithTx(tx).Confirm(ctx, names, name, user, version)
+		if err != nil {
+			return err
+		}
+		if outcome == coord.ConfirmTaken || outcome == coord.ConfirmStale {
+			return fmt.Errorf("the name was lost: %v", outcome) // The hold had expired, and another was faster.
+		}
+		return tx.Commit()
+	}
+	check(signUp(coord.AggregateRef{ID: "user-4711"}, "gopher", "command-1"))
 }
 
 func check(err error) {
