@@ -147,6 +147,7 @@ type Coord struct {
 	life    context.Context // ends with Close
 	end     context.CancelCauseFunc
 	closing sync.Once
+	crew    crew
 	busy    sync.WaitGroup // operations and undos under way; added to under mu, until life ends
 	late    sync.WaitGroup // what operations have left behind in the driver; added to while they are busy
 
@@ -306,6 +307,7 @@ func (c *Coord) Close() error {
 			c.prepared.Range(func(_, stmt any) bool { stmt.(*sql.Stmt).Close(); return true })
 		})
 		wait(ctx, &c.late)
+		c.crew.close()
 	})
 	return nil
 }
