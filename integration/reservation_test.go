@@ -334,7 +334,11 @@ func TestReservationHolds(t *testing.T) {
 // TestReservationRace: of many owners at once one wins, and the others are told who.
 func TestReservationRace(t *testing.T) {
 	eachEngine(t, func(t *testing.T, e *env) {
-		const owners, keys = 64, 200
+		const owners = 64
+		keys := 200
+		if e.pooler {
+			keys = 20
+		}
 		e.db.SetMaxOpenConns(16) // The server has not many.
 		e.db.SetMaxIdleConns(16)
 		s := e.coord(t).Reservations()
@@ -379,7 +383,10 @@ func TestReservationRace(t *testing.T) {
 // holds nothing stays.
 func TestAbandonRace(t *testing.T) {
 	eachEngine(t, func(t *testing.T, e *env) {
-		const rounds = 2000
+		rounds := 2000
+		if e.pooler {
+			rounds = 200
+		}
 		e.db.SetMaxIdleConns(4)
 		s := e.coord(t).Reservations()
 		for round := range rounds {
