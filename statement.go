@@ -10,19 +10,29 @@ import (
 	"time"
 )
 
+// use is [Coord.begin] of an operation on a table, which is there then.
+func (c *Coord) use(ctx context.Context, t *table) (_ context.Context, done func(), err error) {
+	ctx, done, err = c.begin(ctx)
+	if err != nil {
+		return nil, nil, err
+	}
+	if err := c.ensure(ctx, t); err != nil {
+		done()
+		return nil, nil, err
+	}
+	return ctx, done, nil
+}
+
 // onTable is one operation of a primitive: it runs do on the pinned session, again
 // where the database asks for it, once the primitive's table is there. If do may
 // have had its way although it failed, lost is called, if not nil.
 func onTable[T any](ctx context.Context, c *Coord, t *table, do func(context.Context, *pinned) (T, error), lost func()) (T, error) {
 	var none T
-	ctx, done, err := c.begin(ctx)
+	ctx, done, err := c.use(ctx, t)
 	if err != nil {
 		return none, err
 	}
 	defer done()
-	if err := c.ensure(ctx, t); err != nil {
-		return none, err
-	}
 	result, err := retry(ctx, c, func() (T, error) { return onSession(ctx, c.session, do) })
 	if lost != nil && errors.As(err, new(unsure)) {
 		lost()
@@ -35,14 +45,11 @@ func onTable[T any](ctx context.Context, c *Coord, t *table, do func(context.Con
 // there, for no longer than [Config.Timeout].
 func onPool[T any](ctx context.Context, c *Coord, t *table, do func(context.Context) (T, error)) (T, error) {
 	var none T
-	ctx, done, err := c.begin(ctx)
+	ctx, done, err := c.use(ctx, t)
 	if err != nil {
 		return none, err
 	}
 	defer done()
-	if err := c.ensure(ctx, t); err != nil {
-		return none, err
-	}
 	return step(ctx, c, do)
 }
 
@@ -61,14 +68,11 @@ func step[T any](ctx context.Context, c *Coord, do func(context.Context) (T, err
 // background.
 func acquire[T any](ctx context.Context, c *Coord, t *table, what string, try func(context.Context) (T, error), free func(context.Context) (bool, error)) (T, error) {
 	var none T
-	ctx, done, err := c.begin(ctx)
+	ctx, done, err := c.use(ctx, t)
 	if err != nil {
 		return none, err
 	}
 	defer done()
-	if err := c.ensure(ctx, t); err != nil {
-		return none, err
-	}
 	answer := make(chan error, 1)
 	result, err := await(ctx, c, func() (T, error) {
 		ctx, cancel := c.outlast(ctx)
@@ -90,8 +94,12 @@ func acquire[T any](ctx context.Context, c *Coord, t *table, what string, try fu
 func (c *Coord) outlast(ctx context.Context) (context.Context, context.CancelFunc) {
 	longer, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	stop := context.AfterFunc(ctx, func() {
-		timer := time.AfterFunc(c.cfg.Timeout, cancel)
-		context.AfterFunc(c.life, func() { timer.Stop(); cancel() })
+		select {
+		case <-longer.Done():
+		case <-c.life.Done():
+		case <-time.After(c.cfg.Timeout):
+		}
+		cancel()
 	})
 	return longer, func() { stop(); cancel() }
 }
