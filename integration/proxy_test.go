@@ -4,7 +4,11 @@ import (
 	"net"
 	"net/url"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
+
+	"github.com/seed-4c80c132/coord"
 )
 
 // proxy stands between a driver and the server, and can turn into a black hole: it
@@ -16,6 +20,8 @@ type proxy struct {
 	mu       sync.Mutex
 	conns    []net.Conn
 	hole     chan struct{} // closed: nothing passes
+	asked    atomic.Bool   // the client spoke last
+	trips    atomic.Int64  // how often it has, after the server
 	wg       sync.WaitGroup
 }
 
@@ -66,17 +72,20 @@ func (p *proxy) serve() {
 		p.mu.Lock()
 		p.conns = append(p.conns, client, server)
 		p.mu.Unlock()
-		p.wg.Go(func() { p.forward(client, server) })
-		p.wg.Go(func() { p.forward(server, client) })
+		p.wg.Go(func() { p.forward(client, server, true) })
+		p.wg.Go(func() { p.forward(server, client, false) })
 	}
 }
 
 // forward copies until either side ends. In a black hole it reads on, so that the
 // sender's kernel is content, and drops what it reads.
-func (p *proxy) forward(from, to net.Conn) {
+func (p *proxy) forward(from, to net.Conn, asks bool) {
 	buffer := make([]byte, 32<<10)
 	for {
 		n, err := from.Read(buffer)
+		if n > 0 && p.asked.Swap(asks) != asks && asks {
+			p.trips.Add(1)
+		}
 		select {
 		case <-p.hole:
 			if err != nil {
@@ -94,4 +103,68 @@ func (p *proxy) forward(from, to net.Conn) {
 			return
 		}
 	}
+}
+
+// TestRoundTrips counts them on the wire, once statements are prepared.
+func TestRoundTrips(t *testing.T) {
+	eachPostgres(t, func(t *testing.T, e *env) {
+		p, through := newProxy(t, e)
+		behind := *e
+		behind.url = through
+		db := behind.open(t)
+		db.SetMaxOpenConns(2) // One is pinned, so that the pool has one to prepare on.
+		c := newCoord(t, db, e.dialect, e.config())
+		table, err := c.TableDriver(coord.DriverConfig{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		advisory, err := newCoord(t, behind.open(t), e.dialect, e.config()).AdvisoryDriver(coord.DriverConfig{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, version := t.Context(), int64(0)
+		lock := func(m *coord.Mutex) error {
+			l, err := m.TryLock(ctx, "m")
+			if err != nil {
+				return err
+			}
+			return l.Unlock(ctx)
+		}
+		tables, sessions := newMutex(t, table, coord.MutexConfig{}), newMutex(t, advisory, coord.MutexConfig{})
+		scope, owner := coord.ReservationScope{Context: "app", Aggregate: "user"}, coord.AggregateRef{ID: "o"}
+		for _, op := range []struct {
+			name  string
+			trips int64
+			do    func() error
+		}{
+			{"acquire lease", 1, func() error { _, err := c.Leases().Acquire(ctx, "g", 0, "o", time.Hour); return err }},
+			{"renew 3 leases", 1, func() error { _, err := c.Leases().Renew(ctx, "g", []int{0, 1, 2}, "o", time.Hour); return err }},
+			{"release lease", 1, func() error { _, err := c.Leases().Release(ctx, "g", 0, "o"); return err }},
+			{"heartbeat", 1, func() error { _, err := c.Members().Heartbeat(ctx, "s", "n", "", time.Hour, nil); return err }},
+			{"list", 1, func() error { _, err := c.Members().List(ctx, "s"); return err }},
+			{"lock and unlock, table", 2, func() error { return lock(tables) }},
+			{"lock and unlock, advisory", 2, func() error { return lock(sessions) }},
+			{"reserve and confirm", 2, func() error {
+				version++
+				_, err := c.Reservations().Reserve(ctx, scope, "k", owner, "h", time.Hour)
+				if err == nil {
+					_, err = c.Reservations().Confirm(ctx, scope, "k", owner, version)
+				}
+				return err
+			}},
+		} {
+			for range 3 { // First uses.
+				if err := op.do(); err != nil {
+					t.Fatalf("%s: %v", op.name, err)
+				}
+			}
+			before := p.trips.Load()
+			if err := op.do(); err != nil {
+				t.Fatalf("%s: %v", op.name, err)
+			}
+			if trips := p.trips.Load() - before; trips != op.trips {
+				t.Errorf("%s: %d round trips, want %d", op.name, trips, op.trips)
+			}
+		}
+	})
 }
