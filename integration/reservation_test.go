@@ -336,7 +336,7 @@ func TestReservationRace(t *testing.T) {
 	eachEngine(t, func(t *testing.T, e *env) {
 		const owners = 64
 		keys := 200
-		if e.pooler {
+		if e.pooler || underRace && !e.postgres() {
 			keys = 20
 		}
 		e.db.SetMaxOpenConns(16) // The server has not many.
