@@ -11,6 +11,7 @@
 //     and confirmed with its event
 //   - [NewMutex]: names that one holder at a time locks, on a [Coord.TableDriver]
 //     or a [Coord.AdvisoryDriver]
+//   - [Coord.EIDLocker]: sets of ids that are locked together, all or none
 //
 // Expired means expiry <= now, and the database's clock says what now is, so
 // clocks of the nodes need not agree. See [Config.Clock] for the exception.
@@ -20,7 +21,7 @@
 //
 // No lock is safe without a fence: a process can be stopped for longer than its
 // lease lasts and not notice. Guard checks inside the caller's own transaction that
-// a lease or lock is still held, and keeps it held until the transaction ends. Use
+// a lease, a lock or a set of them is still held, and keeps it held until the transaction ends. Use
 // it wherever what is protected lives in the same
 // database, and check the fencing token where it does not.
 package coord
@@ -53,6 +54,8 @@ var (
 	// cause. A wait that was cancelled is ErrHeld and the cause alone, and where
 	// nothing was held there is the cause alone.
 	ErrAcquireTimeout = errors.New("waited too long")
+	// ErrSetWidened: the ids that an anchor has locked may become fewer, never more.
+	ErrSetWidened = errors.New("a set of locks can't grow")
 	// ErrClosed: used after Close.
 	ErrClosed = errors.New("used after Close")
 	// ErrFormat: the tables are of a format that this version does not know, or
@@ -140,6 +143,7 @@ type Coord struct {
 	members      MemberStore
 	reservations ReservationStore
 	advisory     advisorySQL
+	eids         eidSQL
 	session      *session     // carries leases and members
 	attempts     atomic.Int64 // the last attempt's id
 	prepared     sync.Map     // *sql.Stmt on the pool, by text
@@ -167,7 +171,7 @@ func New(db *sql.DB, d Dialect, cfg Config) (*Coord, error) {
 	}
 	c := &Coord{db: db, dialect: d, cfg: cfg, names: names{schema: cfg.Schema, prefix: cfg.Prefix}}
 	if err := first(c.names.validate(), c.format.load(c), c.leases.load(c), c.members.load(c), c.reservations.load(c),
-		(&TableDriver{c: c}).load(c.names), c.advisory.load(c)); err != nil {
+		(&TableDriver{c: c}).load(c.names), c.advisory.load(c), c.eids.load(c)); err != nil {
 		return nil, err
 	}
 	c.session = newSession(c)
@@ -284,8 +288,8 @@ func (c *Coord) purgeBy(ctx context.Context, text string, age time.Duration) (in
 }
 
 // Close ends everything that was made from c and gives its connections back to
-// the pool; it does not close the *sql.DB. Leases, members and table mutexes are
-// not released: they stay until their TTL. Operations under way end, those that wait
+// the pool; it does not close the *sql.DB. Sets of ids are released. Leases, members
+// and table mutexes are not: they stay until their TTL. Operations under way end, those that wait
 // with [ErrClosed]; it takes no longer than a few times [Config.Timeout]. It returns
 // nil and may be called again.
 func (c *Coord) Close() error {

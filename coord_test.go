@@ -201,7 +201,7 @@ func TestNewRefuses(t *testing.T) {
 			t.Errorf("%s: New = %v, %v, want ErrInvalid that says %q", test.name, c, err, test.want)
 		}
 	}
-	if _, err := New(db, Postgres, Config{Prefix: long[:63-len("mutex_fence")], Schema: long[:63]}); err != nil {
+	if _, err := New(db, Postgres, Config{Prefix: long[:63-len("eidlock_fence")], Schema: long[:63]}); err != nil {
 		t.Errorf("New with names of just 63 bytes = %v", err)
 	}
 }
@@ -374,8 +374,9 @@ func TestStatements(t *testing.T) {
 	}
 	mock.ExpectExec(members.table.purge).WithArgs(minute, now).WillReturnResult(sqlmock.NewResult(0, 5))
 	mock.ExpectExec(c.tables[2].purge).WithArgs(minute, now).WillReturnResult(sqlmock.NewResult(0, 2))
+	mock.ExpectExec(c.eids.table.purge).WithArgs(minute, now).WillReturnResult(sqlmock.NewResult(0, 4))
 	mock.ExpectQuery(c.format.where).WithArgs("", "coord_format").WillReturnRows(sqlmock.NewRows([]string{"at", "home"}).AddRow("", "public")) // No other types.
-	if n, err := c.Purge(ctx, time.Minute); n != 7 || err != nil {
+	if n, err := c.Purge(ctx, time.Minute); n != 11 || err != nil {
 		t.Errorf("Purge = %d, %v", n, err)
 	}
 

@@ -3,7 +3,6 @@ package coord
 import (
 	"context"
 	"errors"
-	"fmt"
 	"slices"
 	"sync"
 	"time"
@@ -66,15 +65,10 @@ type Mutex struct {
 	d   MutexDriver
 	cfg MutexConfig
 
-	mu    sync.Mutex
-	lines map[string][]*place // by name: who has it or asks for it, then who waits
-	locks map[string]*Lock    // held
-}
+	lines lines
 
-// place is one caller's place in the line for a name.
-type place struct {
-	first chan struct{} // closed when nobody is before it
-	lost  bool          // told of a loss while it asks; under the mutex's mu
+	mu    sync.Mutex
+	locks map[string]*Lock // held
 }
 
 // NewMutex returns a Mutex on a driver. Make one, not one per lock: the driver
@@ -87,7 +81,7 @@ func NewMutex(d MutexDriver, cfg MutexConfig) (*Mutex, error) {
 	if err := cfg.complete(); err != nil {
 		return nil, wrap("new mutex", err)
 	}
-	m := &Mutex{d: d, cfg: cfg, lines: map[string][]*place{}, locks: map[string]*Lock{}}
+	m := &Mutex{d: d, cfg: cfg, locks: map[string]*Lock{}}
 	d.OnLost(m.lost)
 	return m, nil
 }
@@ -123,13 +117,13 @@ func (m *Mutex) TryLock(ctx context.Context, name string) (lock *Lock, err error
 	if err := m.check(ctx, name); err != nil {
 		return nil, err
 	}
-	p := m.join(name, false)
+	p := m.lines.join(false, name)
 	if p == nil {
 		return nil, &HeldError{What: mutexName(name)}
 	}
 	defer func() {
 		if lock == nil { // Also if the driver panics.
-			m.leave(name, p)
+			m.lines.leave(p, name)
 		}
 	}()
 	return m.try(ctx, name, p)
@@ -143,13 +137,15 @@ func (m *Mutex) Lock(ctx context.Context, name string) (lock *Lock, err error) {
 	if err := m.check(ctx, name); err != nil {
 		return nil, err
 	}
-	p := m.join(name, true)
+	p := m.lines.join(true, name)
 	defer func() {
 		if lock == nil { // Also if the driver panics.
-			m.leave(name, p)
+			m.lines.leave(p, name)
 		}
 	}()
-	return m.wait(ctx, name, p)
+	return contend(ctx, "lock "+name, p, &HeldError{What: mutexName(name)}, m.cfg.RetryMin, m.cfg.RetryMax, func() (*Lock, error) {
+		return m.try(ctx, name, p)
+	})
 }
 
 // Do calls fn while it holds the lock, waiting for it as Lock does, and returns
@@ -181,51 +177,6 @@ func (m *Mutex) check(ctx context.Context, name string) error {
 	return nil
 }
 
-// wait waits for p to be first in its line, then asks the driver until the lock is
-// free.
-func (m *Mutex) wait(ctx context.Context, name string, p *place) (*Lock, error) {
-	var held error // nil until the lock is known to be held
-	if !p.isFirst() {
-		held = &HeldError{What: mutexName(name)}
-	}
-	select {
-	case <-p.first:
-	case <-ctx.Done():
-		return nil, waited(ctx, name, held, nil)
-	}
-	for attempts := 1; ; attempts++ {
-		lock, err := m.try(ctx, name, p)
-		switch {
-		case err == nil:
-			return lock, nil
-		case !errors.Is(err, ErrHeld):
-			return nil, waited(ctx, name, held, err)
-		}
-		held = err
-		select {
-		case <-ctx.Done():
-			return nil, waited(ctx, name, held, nil)
-		case <-time.After(backoff(attempts, m.cfg.RetryMin, m.cfg.RetryMax)):
-		}
-	}
-}
-
-// waited is the error of a wait for a name that ctx or a failure, which says what
-// failed, has ended: see [ErrAcquireTimeout].
-func waited(ctx context.Context, name string, held, failure error) error {
-	timeout := errors.Is(ctx.Err(), context.DeadlineExceeded)
-	if ctx.Err() != nil {
-		failure = wrap("lock "+name, ended(ctx))
-	}
-	switch {
-	case held == nil:
-		return failure
-	case timeout:
-		return fmt.Errorf("%w: %w: %w", failure, ErrAcquireTimeout, held)
-	}
-	return fmt.Errorf("%w: %w", failure, held)
-}
-
 // try asks the driver once, for the caller who is first in the line.
 func (m *Mutex) try(ctx context.Context, name string, p *place) (*Lock, error) {
 	m.mu.Lock()
@@ -254,52 +205,6 @@ func (m *Mutex) try(ctx context.Context, name string, p *place) (*Lock, error) {
 	return l, nil
 }
 
-// join puts the caller in the line for a name, or returns nil if it may not wait
-// and is not first.
-func (m *Mutex) join(name string, mayWait bool) *place {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	line := m.lines[name]
-	if len(line) > 0 && !mayWait {
-		return nil
-	}
-	p := &place{first: make(chan struct{})}
-	if len(line) == 0 {
-		close(p.first)
-	}
-	m.lines[name] = append(line, p)
-	return p
-}
-
-// leave takes p out of the line, if it is still there, and lets the next one
-// through.
-func (m *Mutex) leave(name string, p *place) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	line := m.lines[name]
-	i := slices.Index(line, p)
-	if i < 0 {
-		return
-	}
-	line = slices.Delete(line, i, i+1)
-	if m.lines[name] = line; len(line) == 0 {
-		delete(m.lines, name)
-		return
-	}
-	if !line[0].isFirst() {
-		close(line[0].first)
-	}
-}
-
-func (p *place) isFirst() bool {
-	select {
-	case <-p.first:
-		return true
-	default:
-		return false
-	}
-}
-
 // drop forgets a lock that is not held any more.
 func (m *Mutex) drop(l *Lock) {
 	m.mu.Lock()
@@ -307,7 +212,7 @@ func (m *Mutex) drop(l *Lock) {
 		delete(m.locks, l.name)
 	}
 	m.mu.Unlock()
-	m.leave(l.name, l.place)
+	m.lines.leave(l.place, l.name)
 }
 
 // lost is told by the driver that what held these locks has ended.
@@ -317,8 +222,8 @@ func (m *Mutex) lost(names []string) {
 	for _, name := range names {
 		if l := m.locks[name]; l != nil {
 			l.keeper.end(ErrLost)
-		} else if line := m.lines[name]; len(line) > 0 {
-			line[0].lost = true
+		} else if p := m.lines.head(name); p != nil {
+			p.lost = true
 		}
 	}
 }

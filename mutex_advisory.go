@@ -374,7 +374,7 @@ func (c *Coord) LockTx(ctx context.Context, tx DBTX, name string) error {
 	var works bool
 	var void string
 	if failure := c.inTx(ctx, tx, c.advisory.lockTx, []any{AdvisoryKey(name)}, &works, &void); failure != nil {
-		return waited(ctx, name, err, wrap("lock "+name, failure))
+		return waited(ctx, "lock "+name, err, wrap("lock "+name, failure))
 	}
 	return nil
 }

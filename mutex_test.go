@@ -391,8 +391,8 @@ func TestLostLockLetsOthersThrough(t *testing.T) {
 		if err := lock.Unlock(t.Context()); !errors.Is(err, ErrLost) {
 			t.Errorf("Unlock = %v, want ErrLost", err)
 		}
-		if len(m.lines)+len(m.locks) != 0 {
-			t.Errorf("%d lines and %d locks are left, want 0", len(m.lines), len(m.locks))
+		if len(m.lines.of)+len(m.locks) != 0 {
+			t.Errorf("%d lines and %d locks are left, want 0", len(m.lines.of), len(m.locks))
 		}
 	})
 }
@@ -419,8 +419,8 @@ func TestLineIsLeft(t *testing.T) {
 			})
 		}
 		wg.Wait()
-		if len(m.lines)+len(m.locks)+len(d.held) != 0 {
-			t.Errorf("%d lines, %d locks and %d held names are left, want 0", len(m.lines), len(m.locks), len(d.held))
+		if len(m.lines.of)+len(m.locks)+len(d.held) != 0 {
+			t.Errorf("%d lines, %d locks and %d held names are left, want 0", len(m.lines.of), len(m.locks), len(d.held))
 		}
 	})
 }
@@ -442,8 +442,8 @@ func TestLossDuringTheGrant(t *testing.T) {
 		default:
 			t.Error("Done is open though the loss was told")
 		}
-		if err := lock.Unlock(t.Context()); !errors.Is(err, ErrLost) || len(m.lines)+len(m.locks) != 0 {
-			t.Errorf("Unlock = %v, %d lines and %d locks left, want ErrLost and nothing", err, len(m.lines), len(m.locks))
+		if err := lock.Unlock(t.Context()); !errors.Is(err, ErrLost) || len(m.lines.of)+len(m.locks) != 0 {
+			t.Errorf("Unlock = %v, %d lines and %d locks left, want ErrLost and nothing", err, len(m.lines.of), len(m.locks))
 		}
 	})
 }
@@ -481,7 +481,7 @@ func TestDriverPanics(t *testing.T) {
 			}()
 			lock(m)
 		}()
-		if len(m.lines) != 0 {
+		if len(m.lines.of) != 0 {
 			t.Error("the line is not left after a panic")
 		}
 	}

@@ -1,0 +1,541 @@
+package coord
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+)
+
+// EIDConfig configures an [EIDLocker]. Fields that are zero or less have defaults.
+type EIDConfig struct {
+	TTL               time.Duration `yaml:"ttl"`               // how long locks outlive a holder that has crashed; default 30 s
+	AcquireBackoff    time.Duration `yaml:"acquireBackoff"`    // the first pause of one who waits; each is twice the last, a random half off; default 100 ms
+	AcquireMaxBackoff time.Duration `yaml:"acquireMaxBackoff"` // the longest pause; default 2 s
+	AcquireDeadline   time.Duration `yaml:"acquireDeadline"`   // bounds each AcquireLocks; default 1 min
+	Heartbeat         time.Duration `yaml:"heartbeat"`         // between renewals, at most TTL/2; default the lesser of 10 s and TTL/3
+	Owner             string        `yaml:"owner"`             // of the locks, without the space around it; default [Coord.Owner]
+}
+
+// EIDLocker locks sets of ids, such as those of the accounts that a transfer
+// touches: all of a set or none. A set is locked in the name of an anchor, such as the
+// transfer, and kept alive until it is released, or lost.
+//
+// It is safe for concurrent use. Callers of one EIDLocker queue for ids, first come
+// first served, and only who is first for all of its ids asks the database. Make one,
+// not one for each caller. Between processes there is no order.
+type EIDLocker struct {
+	c       *Coord
+	sql     *eidSQL
+	cfg     EIDConfig
+	ids     lines
+	anchors lines // who acquires for an anchor
+
+	life    context.Context // ends with Close
+	cancel  context.CancelCauseFunc
+	closing sync.Once
+	busy    sync.WaitGroup // acquisitions and releases under way; added to under mu, until life ends
+
+	mu   sync.Mutex
+	sets map[string]*lockSet // by anchor; a lost one stays until it is released
+}
+
+// eidSQL are the statements of locks on sets of ids.
+type eidSQL struct {
+	table *table
+
+	acquire string // (eids json, owner, anchor, ttl, now, attempt) rows of (granted, fence, eid, owner, expires), or none
+	holder  string // (eids json, owner, anchor, now) row of (eid, owner, expires), or none
+	undo    string // (eids json, attempt) changes the rows of that attempt
+	renew   string // (eids json, dropped json, fence, ttl, now) changes rows if all still carry the token
+	release string // (eids json, fence) changes the rows with that token
+	check   string // (eids json, fence, now) row, or none
+	guard   string // (eids json, fence, now) row, or none
+}
+
+func (s *eidSQL) load(c *Coord) error {
+	var purge string
+	ddl, ok, err := load(c.dialect, c.names, "eidlock.sql",
+		section{"acquire", &s.acquire}, section{"holder", &s.holder}, section{"undo", &s.undo}, section{"renew", &s.renew},
+		section{"release", &s.release}, section{"check", &s.check}, section{"guard", &s.guard}, section{"purge", &purge})
+	if ok {
+		s.table, err = c.newTable(c.names, "coord_eidlock", ddl, purge, "", s.guard)
+	}
+	return err
+}
+
+// EIDLocker returns a locker of sets of ids. It does no I/O. Lockers of one
+// database exclude each other, in any process.
+func (c *Coord) EIDLocker(cfg EIDConfig) (*EIDLocker, error) {
+	err := cfg.complete(c.Owner())
+	if err == nil && c.eids.table == nil {
+		err = c.unsupported()
+	}
+	if err != nil {
+		return nil, wrap("eid locker", err)
+	}
+	l := &EIDLocker{c: c, sql: &c.eids, cfg: cfg, sets: map[string]*lockSet{}}
+	l.life, l.cancel = context.WithCancelCause(c.life)
+	return l, wrap("eid locker", c.own(l))
+}
+
+// complete fills in the defaults and validates cfg.
+func (cfg *EIDConfig) complete(owner string) error {
+	atLeast(&cfg.TTL, 30*time.Second)
+	atLeast(&cfg.AcquireBackoff, 100*time.Millisecond)
+	atLeast(&cfg.AcquireMaxBackoff, max(2*time.Second, cfg.AcquireBackoff))
+	atLeast(&cfg.AcquireDeadline, time.Minute)
+	atLeast(&cfg.Heartbeat, min(10*time.Second, cfg.TTL/3))
+	if cfg.Owner = strings.TrimSpace(cfg.Owner); cfg.Owner == "" {
+		cfg.Owner = owner
+	}
+	switch {
+	case cfg.Heartbeat > cfg.TTL/2:
+		return invalid("Heartbeat %s is over half of TTL %s", cfg.Heartbeat, cfg.TTL)
+	case cfg.AcquireMaxBackoff < cfg.AcquireBackoff:
+		return invalid("AcquireBackoff %s is over AcquireMaxBackoff %s", cfg.AcquireBackoff, cfg.AcquireMaxBackoff)
+	}
+	return first(checkTTL(cfg.TTL), checkText("Owner", cfg.Owner))
+}
+
+// atLeast replaces what is not more than zero by value.
+func atLeast(d *time.Duration, value time.Duration) {
+	if *d <= 0 {
+		*d = value
+	}
+}
+
+// lockSet is the ids that an anchor has locked.
+type lockSet struct {
+	anchor string
+	fence  int64
+	place  *place
+	keeper *keeper
+	lost   chan struct{}
+	ended  func() bool   // keeps the end of the hold from letting others through
+	turn   chan struct{} // holds one: who renews or checks the set. A renewal of ids that were dropped meanwhile would find them lost.
+
+	mu   sync.Mutex
+	ids  []string // sorted; only ever fewer
+	list string   // them, as they are sent
+}
+
+// AcquireLocks locks all of eIDs in the name of anchor, by one statement, or none of
+// them, and waits for those that are held. They stay locked until ReleaseLocks, or
+// until they are lost: see [EIDLocker.Lost]. Without eIDs it does nothing.
+//
+// An anchor that holds locks may acquire the same ids again, or fewer, and then the
+// others are freed; an id that it does not hold is [ErrSetWidened], and nothing
+// changes. Ids of the same owner under another anchor are held like anybody's. The
+// same owner and anchor in another EIDLocker, such as a restarted process, takes the
+// ids over and fences off the one before.
+//
+// The wait ends with ctx or after [EIDConfig.AcquireDeadline]: see
+// [ErrAcquireTimeout]. It may include that for an open Guard of a former holder. A
+// call that fails leaves nothing locked, and what anchor had before as it was; if
+// that was being narrowed and the reply was lost, the ids are dropped all the same.
+func (l *EIDLocker) AcquireLocks(ctx context.Context, anchor string, eIDs ...string) error {
+	ids := slices.Compact(slices.Sorted(slices.Values(eIDs)))
+	if err := checkSet(anchor, ids); err != nil || len(ids) == 0 {
+		return wrap("acquire locks", err)
+	}
+	doing := "acquire " + setName(anchor)
+	ctx, done, err := l.begin(ctx)
+	if err != nil {
+		return wrap(doing, err)
+	}
+	defer done()
+	turn := l.anchors.join(true, anchor)
+	defer l.anchors.leave(turn, anchor)
+	if !turn.isFirst() {
+		select {
+		case <-turn.first:
+		case <-ctx.Done():
+			return waited(ctx, doing, &HeldError{What: setName(anchor), Owner: l.cfg.Owner}, nil)
+		}
+	}
+	if again, err := l.again(ctx, anchor, ids); again || err != nil {
+		return wrap(doing, err)
+	}
+	return l.acquire(ctx, doing, anchor, ids)
+}
+
+// checkSet refuses an anchor or ids, sorted, that can't be.
+func checkSet(anchor string, ids []string) error {
+	if err := checkText("anchor", anchor); err != nil {
+		return err
+	}
+	for _, id := range ids {
+		if err := checkText("eID", id); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// begin admits an acquisition. The context it returns also ends after
+// [EIDConfig.AcquireDeadline], and with Close.
+func (l *EIDLocker) begin(ctx context.Context) (_ context.Context, done func(), err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.life.Err() != nil {
+		return nil, nil, ErrClosed
+	}
+	if ctx.Err() != nil {
+		return nil, nil, ended(ctx)
+	}
+	l.busy.Add(1)
+	ctx, expire := context.WithTimeout(ctx, l.cfg.AcquireDeadline)
+	ctx, cancel := context.WithCancelCause(ctx)
+	stop := context.AfterFunc(l.life, func() { cancel(ErrClosed) })
+	return ctx, func() { stop(); cancel(nil); expire(); l.busy.Done() }, nil
+}
+
+// again renews the locks that anchor already has, if it has any, and drops those
+// that are not in ids.
+func (l *EIDLocker) again(ctx context.Context, anchor string, ids []string) (bool, error) {
+	s := l.set(anchor)
+	if s == nil {
+		return false, nil
+	}
+	if s.keeper.err() == nil {
+		held, err := l.narrow(ctx, s, ids)
+		if held || err != nil {
+			return held, err
+		}
+		s.keeper.end(ErrLost)
+	}
+	l.ReleaseLocks(ctx, anchor) // A lost anchor acquires afresh.
+	return false, nil
+}
+
+// narrow renews ids, which must be among those of s, and drops the others. It
+// returns false if s is lost.
+func (l *EIDLocker) narrow(ctx context.Context, s *lockSet, ids []string) (bool, error) {
+	before, _ := s.all()
+	dropped := slices.DeleteFunc(slices.Clone(before), func(id string) bool {
+		_, kept := slices.BinarySearch(ids, id)
+		return kept
+	})
+	if len(dropped) != len(before)-len(ids) {
+		return false, ErrSetWidened
+	}
+	if err := s.enter(ctx); err != nil {
+		return false, err
+	}
+	defer s.leave()
+	list := jsonList(ids)
+	held, err := l.renew(ctx, s.fence, list, jsonList(dropped))
+	switch {
+	case err == nil && !held:
+		return false, nil
+	case err != nil && ctx.Err() == nil && l.c.classify(err) != FailureConnection:
+		return false, err // It did nothing.
+	case err != nil:
+		l.busy.Go(func() { l.free(context.Background(), s.anchor, jsonList(dropped), s.fence) })
+	}
+	s.mu.Lock()
+	s.ids, s.list = ids, list
+	s.mu.Unlock()
+	l.ids.leave(s.place, dropped...)
+	return held, err
+}
+
+// acquire locks ids for an anchor that has none.
+func (l *EIDLocker) acquire(ctx context.Context, doing, anchor string, ids []string) error {
+	s := &lockSet{anchor: anchor, ids: ids, list: jsonList(ids), lost: make(chan struct{}), turn: make(chan struct{}, 1)}
+	s.place = l.ids.join(true, ids...)
+	held := false
+	defer func() {
+		if !held { // Also if the driver panics.
+			l.ids.leave(s.place, ids...)
+		}
+	}()
+	busy := &HeldError{What: setName(anchor), Owner: l.cfg.Owner}
+	sent, err := contend(ctx, doing, s.place, busy, l.cfg.AcquireBackoff, l.cfg.AcquireMaxBackoff, func() (time.Time, error) {
+		return l.try(ctx, s)
+	})
+	if err != nil {
+		return err
+	}
+	held = true
+	l.hold(s, sent.Add(l.cfg.TTL))
+	return nil
+}
+
+// try asks the database once for the ids of s. It returns the time before the
+// statement that was granted was sent.
+func (l *EIDLocker) try(ctx context.Context, s *lockSet) (time.Time, error) {
+	attempt := l.c.attempt()
+	got, err := acquire(ctx, l.c, l.sql.table, setName(s.anchor), func(ctx context.Context) (lockedSet, error) {
+		return l.send(ctx, s, attempt)
+	}, func(ctx context.Context) (bool, error) {
+		n, err := l.c.exec(ctx, l.sql.undo, s.list, attempt)
+		return n > 0, err
+	})
+	switch {
+	case err == nil && got.held != nil:
+		return time.Time{}, got.held
+	case err == nil:
+		s.fence = got.fence
+		return got.sent, nil
+	}
+	if failure := l.c.classify(err); ctx.Err() == nil && (failure == FailureRetry || failure == FailureContended) {
+		return time.Time{}, fmt.Errorf("%w: %w", &HeldError{What: setName(s.anchor)}, err) // Rivals are at it all the time.
+	}
+	return time.Time{}, wrap("acquire "+setName(s.anchor), err)
+}
+
+// lockedSet is how an acquisition that got its answer ended.
+type lockedSet struct {
+	sent  time.Time
+	fence int64
+	held  *HeldError // nil if the locks were granted
+}
+
+// send sends the acquisition, again if it has made rows.
+func (l *EIDLocker) send(ctx context.Context, s *lockSet, attempt int64) (lockedSet, error) {
+	var granted bool
+	var fence, expires int64
+	var id, owner string
+	for range 10 { // Purge may take rows away in between, but not ten times.
+		granted, id = false, ""
+		sent := time.Now()
+		rows, err := l.c.query(ctx, l.sql.acquire, s.list, l.cfg.Owner, s.anchor, micros(l.cfg.TTL), l.c.now(), attempt)
+		err = scanRows(rows, err, func() error { return rows.Scan(&granted, &fence, &id, &owner, &expires) })
+		if err == nil && !granted && id == "" {
+			rows, err = l.c.query(ctx, l.sql.holder, s.list, l.cfg.Owner, s.anchor, l.c.now())
+			err = scanRows(rows, err, func() error { return rows.Scan(&id, &owner, &expires) })
+		}
+		switch {
+		case err != nil:
+			return lockedSet{}, err
+		case granted:
+			return lockedSet{sent: sent, fence: fence}, nil
+		case id != "":
+			return lockedSet{held: &HeldError{What: "id " + id, Owner: owner, ExpiresAt: time.UnixMicro(expires)}}, nil
+		}
+	}
+	return lockedSet{held: &HeldError{What: setName(s.anchor)}}, nil
+}
+
+// hold records the locks of s and keeps them alive.
+func (l *EIDLocker) hold(s *lockSet, deadline time.Time) {
+	s.keeper = keep(deadline, l.cfg.Heartbeat, l.cfg.TTL, l.cfg.TTL/10, func(ctx context.Context) (bool, error) {
+		if err := s.enter(ctx); err != nil {
+			return false, err
+		}
+		defer s.leave()
+		_, list := s.all()
+		return l.renew(ctx, s.fence, list, "[]")
+	})
+	s.ended = context.AfterFunc(s.keeper.ctx, func() { // Nobody waits for the release of what is lost.
+		close(s.lost)
+		l.leave(s)
+	})
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.sets[s.anchor] = s
+}
+
+// renew renews a set and frees what is dropped of it, and tells whether it was
+// still held.
+func (l *EIDLocker) renew(ctx context.Context, fence int64, list, dropped string) (bool, error) {
+	n, err := onPool(ctx, l.c, l.sql.table, func(ctx context.Context) (int64, error) {
+		return l.c.exec(ctx, l.sql.renew, list, dropped, fence, micros(l.cfg.TTL), l.c.now())
+	})
+	return n > 0, err
+}
+
+// ReleaseLocks frees what anchor has locked, if anything. It goes through even if
+// ctx has ended, and takes at most 5 s; what it can't free by then is left to its TTL,
+// and logged.
+func (l *EIDLocker) ReleaseLocks(ctx context.Context, anchor string) {
+	l.mu.Lock()
+	s := l.sets[anchor]
+	if s == nil || l.life.Err() != nil {
+		l.mu.Unlock()
+		return
+	}
+	delete(l.sets, anchor)
+	l.busy.Add(1)
+	l.mu.Unlock()
+	defer l.busy.Done()
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTime)
+	defer cancel()
+	l.release(ctx, s)
+}
+
+// releaseTime is the most that a release takes.
+const releaseTime = 5 * time.Second
+
+// release frees what s has, then lets others of this process come after.
+func (l *EIDLocker) release(ctx context.Context, s *lockSet) {
+	s.ended()
+	s.keeper.end(nil)
+	_, list := s.all()
+	l.free(ctx, s.anchor, list, s.fence)
+	bounded(ctx, l.c, func() { s.keeper.stop() })
+	l.leave(s)
+}
+
+// leave takes s out of the lines.
+func (l *EIDLocker) leave(s *lockSet) {
+	ids, _ := s.all()
+	l.ids.leave(s.place, ids...)
+}
+
+// free releases ids of a set. It tries again while the database is out of reach.
+func (l *EIDLocker) free(ctx context.Context, anchor, list string, fence int64) {
+	ctx, cancel := context.WithTimeout(ctx, releaseTime)
+	defer cancel()
+	for attempts := 1; ; attempts++ {
+		_, err := step(ctx, l.c, func(ctx context.Context) (int64, error) { return l.c.exec(ctx, l.sql.release, list, fence) })
+		if err == nil {
+			return
+		}
+		if ctx.Err() != nil || l.c.classify(err) == FailureOther {
+			l.c.cfg.Logger.Warn("coord: locks that were to be released stay until their TTL", "what", setName(anchor), "error", err)
+			return
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(backoff(attempts, 10*time.Millisecond, 500*time.Millisecond)):
+		}
+	}
+}
+
+// AssertLocksHeld returns nil if every id that anchor has locked is still locked by
+// it, in the database, and [ErrLost] if not. It returns nil for an anchor that has
+// none.
+func (l *EIDLocker) AssertLocksHeld(ctx context.Context, anchor string) error {
+	return wrap("assert "+setName(anchor), l.assert(ctx, anchor))
+}
+
+func (l *EIDLocker) assert(ctx context.Context, anchor string) error {
+	s, err := l.find(ctx, anchor)
+	switch {
+	case err != nil || s == nil:
+		return err
+	case s.keeper.err() != nil:
+		return ErrLost
+	}
+	if err := s.enter(ctx); err != nil {
+		return err
+	}
+	defer s.leave()
+	_, list := s.all()
+	held, err := onPool(ctx, l.c, l.sql.table, func(ctx context.Context) (held bool, err error) {
+		rows, err := l.c.query(ctx, l.sql.check, list, s.fence, l.c.now())
+		err = scanRows(rows, err, func() error { return rows.Scan(&held) })
+		return held, err
+	})
+	if err == nil && !held {
+		s.keeper.end(ErrLost)
+		return ErrLost
+	}
+	return err
+}
+
+// Guard checks inside the caller's transaction that all ids of anchor are still
+// locked by it, and keeps them so until tx ends: see [LeaseStore.Guard]. It returns
+// [ErrLost] for an anchor that has none.
+func (l *EIDLocker) Guard(ctx context.Context, tx DBTX, anchor string) error {
+	return wrap("guard "+setName(anchor), l.guard(ctx, tx, anchor))
+}
+
+func (l *EIDLocker) guard(ctx context.Context, tx DBTX, anchor string) error {
+	if err := checkTx(tx); err != nil {
+		return err
+	}
+	s, err := l.find(ctx, anchor)
+	switch {
+	case err != nil:
+		return err
+	case s == nil || s.keeper.err() != nil:
+		return ErrLost
+	}
+	_, list := s.all()
+	return l.c.guard(ctx, tx, l.sql.table, l.sql.guard, list, s.fence, l.c.now())
+}
+
+// Lost returns a channel that is closed when the locks of anchor are lost, and not
+// when they are released; nil, which blocks for ever, if it has none. It is closed
+// before anyone else can have them, unless this process was suspended: see
+// [EIDLocker.Guard].
+func (l *EIDLocker) Lost(anchor string) <-chan struct{} {
+	if s := l.set(anchor); s != nil {
+		return s.lost
+	}
+	return nil
+}
+
+// Close releases the locks of every anchor, in at most 5 s. Calls that wait end
+// with [ErrClosed]. It returns nil and may be called again.
+func (l *EIDLocker) Close() error {
+	l.end()
+	l.c.disown(l)
+	return nil
+}
+
+func (l *EIDLocker) end() {
+	l.closing.Do(func() {
+		l.mu.Lock()
+		l.cancel(ErrClosed)
+		l.mu.Unlock()
+		l.busy.Wait()
+		ctx, cancel := context.WithTimeout(context.Background(), releaseTime)
+		defer cancel()
+		l.mu.Lock()
+		sets := slices.Collect(maps.Values(l.sets))
+		clear(l.sets)
+		l.mu.Unlock()
+		for _, s := range sets {
+			l.release(ctx, s)
+		}
+	})
+}
+
+// find returns what anchor has locked, nil if nothing, for a caller who asks about
+// it.
+func (l *EIDLocker) find(ctx context.Context, anchor string) (*lockSet, error) {
+	switch err := checkText("anchor", anchor); {
+	case err != nil:
+		return nil, err
+	case l.life.Err() != nil:
+		return nil, ErrClosed
+	case ctx.Err() != nil:
+		return nil, ended(ctx)
+	}
+	return l.set(anchor), nil
+}
+
+func (l *EIDLocker) set(anchor string) *lockSet {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.sets[anchor]
+}
+
+// enter waits for the turn to renew or check the set.
+func (s *lockSet) enter(ctx context.Context) error {
+	select {
+	case s.turn <- struct{}{}:
+		return nil
+	case <-ctx.Done():
+		return ended(ctx)
+	}
+}
+
+func (s *lockSet) leave() { <-s.turn }
+
+// all is the ids of the set, and the same as they are sent.
+func (s *lockSet) all() (ids []string, list string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.ids, s.list
+}
+
+func setName(anchor string) string { return "locks of " + anchor }

@@ -1,0 +1,182 @@
+-- Locks on sets of ids: one row per id, kept on release until Purge. All rows of a set carry its token.
+-- Times and durations are microseconds; a null "now" means the database's clock.
+
+-- Tokens outlive their rows: an id that was purged goes on with larger ones.
+CREATE SEQUENCE IF NOT EXISTS coord_eidlock_fence;
+
+-- Renewals stay HOT: what they change has no index, and a page has room for new versions.
+CREATE TABLE IF NOT EXISTS coord_eidlock (
+    eid        text        COLLATE "C" PRIMARY KEY,
+    owner      text        NOT NULL,
+    anchor     text        NOT NULL,
+    fence      bigint      NOT NULL, -- 0 until it is first acquired
+    attempt    bigint      NOT NULL, -- the acquisition that drew this token: the Coord in the upper half, a count in the lower
+    dated      timestamptz NOT NULL, -- the "now" of the last grant or renewal: an older one that arrives late changes nothing
+    expires_at timestamptz NOT NULL  -- 'epoch' once released
+) WITH (fillfactor = 40);
+
+INSERT INTO coord_format (table_name, format) VALUES ('coord_eidlock', 1) ON CONFLICT DO NOTHING;
+
+-- name: acquire
+-- (eids json, owner, anchor, ttl, now, attempt) row of (granted, fence, eid, owner, expires), one that is held if not
+-- granted; none if it has made rows, or a rival was faster: it is to be sent again then
+WITH seen AS MATERIALIZED (
+    SELECT eid, owner, anchor, expires_at
+    FROM coord_eidlock
+    WHERE eid = ANY (ARRAY(SELECT jsonb_array_elements_text($1::jsonb)))
+), held AS ( -- Look first: a refused attempt writes nothing.
+    SELECT eid, owner, expires_at
+    FROM seen
+    WHERE (owner <> $2::text OR anchor <> $3::text)
+    AND expires_at > coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp())
+    ORDER BY eid
+    LIMIT 1
+), made AS (
+    INSERT INTO coord_eidlock (eid, owner, anchor, fence, attempt, dated, expires_at)
+    -- Free rows and no token: one drawn before a row is owned could be overtaken by a rival's, and land after it.
+    SELECT value, '', '', 0, 0, 'epoch', 'epoch'
+    FROM jsonb_array_elements_text($1::jsonb)
+    WHERE NOT EXISTS (SELECT FROM held)
+    AND (SELECT count(*) FROM seen) < jsonb_array_length($1::jsonb)
+    AND NOT EXISTS (SELECT FROM seen WHERE seen.eid = value)
+    ORDER BY value COLLATE "C"
+    ON CONFLICT (eid) DO NOTHING
+), mine AS ( -- Every row is owned before any is changed, so nothing has to be undone.
+    SELECT expires_at <= coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp())
+        OR owner = $2::text AND anchor = $3::text
+        AND NOT (attempt >> 32 = $6::bigint >> 32 AND attempt > $6::bigint) AS free -- This one is late: not over a later one of its Coord.
+    FROM coord_eidlock
+    WHERE eid = ANY (ARRAY(SELECT jsonb_array_elements_text($1::jsonb)))
+    AND NOT EXISTS (SELECT FROM held)
+    AND (SELECT count(*) FROM seen) = jsonb_array_length($1::jsonb)
+    ORDER BY eid -- In key order: two statements never wait for each other crosswise.
+    FOR UPDATE -- The full lock: a takeover waits for open guards.
+), judged AS ( -- Counting them makes now, and the token, those of the moment when all are locked.
+    SELECT coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) AS now,
+        CASE WHEN bool_and(free) AND count(*) = jsonb_array_length($1::jsonb) THEN nextval('"coord_eidlock_fence"') END AS fence
+    FROM mine
+), won AS (
+    UPDATE coord_eidlock AS lock
+    SET owner = $2::text,
+        anchor = $3::text,
+        fence = judged.fence,
+        attempt = $6::bigint,
+        dated = judged.now,
+        expires_at = judged.now + $4::bigint * interval '1 microsecond'
+    FROM judged
+    WHERE lock.eid = ANY (ARRAY(SELECT jsonb_array_elements_text($1::jsonb)))
+    AND judged.fence IS NOT NULL
+    RETURNING lock.eid
+)
+SELECT true, fence, '', $2::text, (extract(epoch FROM now) * 1000000)::bigint + $4::bigint
+FROM judged
+WHERE EXISTS (SELECT FROM won)
+UNION ALL
+SELECT false, 0, eid, owner, (extract(epoch FROM expires_at) * 1000000)::bigint FROM held;
+
+-- name: holder
+-- (eids json, owner, anchor, now) row of (eid, owner, expires) of one that another has; none if they are free
+SELECT eid, owner, (extract(epoch FROM expires_at) * 1000000)::bigint
+FROM coord_eidlock
+WHERE eid = ANY (ARRAY(SELECT jsonb_array_elements_text($1::jsonb)))
+AND (owner <> $2::text OR anchor <> $3::text)
+AND expires_at > coalesce(to_timestamp($4::bigint / 1e6), clock_timestamp())
+ORDER BY eid
+LIMIT 1;
+
+-- name: undo
+-- (eids json, attempt) the rows changed that this attempt had been granted
+WITH mine AS (
+    SELECT eid
+    FROM coord_eidlock
+    WHERE eid = ANY (ARRAY(SELECT jsonb_array_elements_text($1::jsonb)))
+    AND attempt = $2::bigint
+    AND expires_at > 'epoch'
+    ORDER BY eid
+    FOR NO KEY UPDATE
+)
+UPDATE coord_eidlock AS lock
+SET expires_at = 'epoch'
+FROM mine
+WHERE lock.eid = mine.eid;
+
+-- name: renew
+-- (eids json, dropped json, fence, ttl, now) the rows of eids changed if those and the dropped still carry the token
+-- and have not expired: they are renewed, the dropped are freed; none changed otherwise
+WITH mine AS ( -- Lock first: an UPDATE alone would judge expiry before it waits for the row.
+    SELECT expires_at
+    FROM coord_eidlock
+    WHERE eid = ANY (ARRAY(SELECT jsonb_array_elements_text($1::jsonb || $2::jsonb)))
+    AND fence = $3::bigint
+    ORDER BY eid
+    FOR NO KEY UPDATE
+), judged AS ( -- Counting them makes now the moment when all are locked: one can expire while we wait for another.
+    SELECT coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) AS now, count(*) AS live, min(expires_at) AS ends FROM mine
+), freed AS (
+    UPDATE coord_eidlock AS lock
+    SET expires_at = 'epoch'
+    FROM judged
+    WHERE lock.eid = ANY (ARRAY(SELECT jsonb_array_elements_text($2::jsonb)))
+    AND judged.live = jsonb_array_length($1::jsonb || $2::jsonb) AND judged.ends > judged.now
+)
+UPDATE coord_eidlock AS lock
+SET dated = greatest(lock.dated, judged.now),
+    expires_at = CASE WHEN judged.now < lock.dated THEN lock.expires_at ELSE judged.now + $4::bigint * interval '1 microsecond' END
+FROM judged
+WHERE lock.eid = ANY (ARRAY(SELECT jsonb_array_elements_text($1::jsonb)))
+AND judged.live = jsonb_array_length($1::jsonb || $2::jsonb) AND judged.ends > judged.now;
+
+-- name: release
+-- (eids json, fence) the rows changed that still carried the token
+WITH mine AS (
+    SELECT eid
+    FROM coord_eidlock
+    WHERE eid = ANY (ARRAY(SELECT jsonb_array_elements_text($1::jsonb)))
+    AND fence = $2::bigint
+    AND expires_at > 'epoch'
+    ORDER BY eid
+    FOR NO KEY UPDATE
+)
+UPDATE coord_eidlock AS lock
+SET expires_at = 'epoch'
+FROM mine
+WHERE lock.eid = mine.eid;
+
+-- name: check
+-- (eids json, fence, now) a row if all of them are held
+SELECT true
+FROM coord_eidlock
+WHERE eid = ANY (ARRAY(SELECT jsonb_array_elements_text($1::jsonb)))
+AND fence = $2::bigint
+AND expires_at > coalesce(to_timestamp($3::bigint / 1e6), clock_timestamp())
+HAVING count(*) = jsonb_array_length($1::jsonb);
+
+-- name: guard
+-- (eids json, fence, now) a row if all of them are held, and then until the transaction ends
+WITH guarded AS ( -- KEY SHARE: a takeover, which takes the full lock, waits for it; a renewal or a release does not.
+    SELECT expires_at
+    FROM coord_eidlock
+    WHERE eid = ANY (ARRAY(SELECT jsonb_array_elements_text($1::jsonb)))
+    AND fence = $2::bigint
+    ORDER BY eid
+    FOR KEY SHARE
+), judged AS (
+    SELECT coalesce(to_timestamp($3::bigint / 1e6), clock_timestamp()) AS now, count(*) AS live, min(expires_at) AS ends FROM guarded
+)
+SELECT true
+FROM judged
+WHERE live = jsonb_array_length($1::jsonb) AND ends > now;
+
+-- name: purge
+-- (age, now) as many rows changed as were released, or had expired longer than age ago
+WITH expired AS (
+    SELECT eid
+    FROM coord_eidlock
+    WHERE expires_at = 'epoch'
+    OR expires_at <= coalesce(to_timestamp($2::bigint / 1e6), clock_timestamp()) - $1::bigint * interval '1 microsecond'
+    ORDER BY eid
+    FOR UPDATE SKIP LOCKED -- A row that is in use is not stale.
+)
+DELETE FROM coord_eidlock AS lock
+USING expired
+WHERE lock.eid = expired.eid;
