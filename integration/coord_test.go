@@ -195,6 +195,9 @@ func useEverything(t *testing.T, c *coord.Coord) {
 	must("TableDriver", err)
 	useMutex(t, table)
 	useReservations(t, c.Reservations())
+	locker, err := c.EIDLocker(coord.EIDConfig{})
+	must("EIDLocker", err)
+	useLocker(t, locker)
 	_, err = c.Purge(ctx, time.Hour)
 	must("Purge", err)
 }

@@ -29,7 +29,8 @@ type orders struct {
 
 // roles are what a process of a test can be, by name.
 var roles = map[string]func(orders, *sql.DB, *coord.Coord) error{
-	"counter": countUp,
+	"counter":  countUp,
+	"transfer": transfer,
 }
 
 // play is main of a process in a role.

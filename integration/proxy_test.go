@@ -1,6 +1,7 @@
 package integration
 
 import (
+	"errors"
 	"net"
 	"net/url"
 	"sync"
@@ -131,6 +132,10 @@ func TestRoundTrips(t *testing.T) {
 			return l.Unlock(ctx)
 		}
 		tables, sessions := newMutex(t, table, coord.MutexConfig{}), newMutex(t, advisory, coord.MutexConfig{})
+		ids, err := c.EIDLocker(coord.EIDConfig{})
+		if err != nil {
+			t.Fatal(err)
+		}
 		scope, owner := coord.ReservationScope{Context: "app", Aggregate: "user"}, coord.AggregateRef{ID: "o"}
 		for _, op := range []struct {
 			name  string
@@ -144,6 +149,16 @@ func TestRoundTrips(t *testing.T) {
 			{"list", 1, func() error { _, err := c.Members().List(ctx, "s"); return err }},
 			{"lock and unlock, table", 2, func() error { return lock(tables) }},
 			{"lock and unlock, advisory", 2, func() error { return lock(sessions) }},
+			{"lock and release 3 ids", 2, func() error {
+				err := ids.AcquireLocks(ctx, "tx", "a", "b", "c")
+				ids.ReleaseLocks(ctx, "tx")
+				return err
+			}},
+			{"lock 3 ids, drop one and release", 3, func() error {
+				err := errors.Join(ids.AcquireLocks(ctx, "tx", "a", "b", "c"), ids.AcquireLocks(ctx, "tx", "a", "b"))
+				ids.ReleaseLocks(ctx, "tx")
+				return err
+			}},
 			{"reserve and confirm", 2, func() error {
 				version++
 				_, err := c.Reservations().Reserve(ctx, scope, "k", owner, "h", time.Hour)
