@@ -146,6 +146,57 @@ func ExampleReservationStore() {
 	check(signUp(coord.AggregateRef{ID: "user-4711"}, "gopher", "command-1"))
 }
 
+// An auditor approves a transfer between accounts: it locks all of them or none, takes
+// its time to look at each, and writes its verdict under a guard. An auditor that has
+// been suspended for longer than its locks last can't write one.
+func ExampleEIDLocker() {
+	ctx := context.Background()
+	db, err := sql.Open("postgres", "postgres://localhost/bank")
+	check(err)
+	c, err := coord.New(db, coord.Postgres, coord.Config{})
+	check(err)
+	defer c.Close()
+	locker, err := c.EIDLocker(coord.EIDConfig{})
+	check(err)
+
+	audit := func(transfer string, accounts ...string) error {
+		if err := locker.AcquireLocks(ctx, transfer, accounts...); err != nil {
+			return err // errors.Is(err, coord.ErrAcquireTimeout): one of them is being audited, and still is.
+		}
+		defer locker.ReleaseLocks(ctx, transfer)
+		work, stop := context.WithCancel(ctx)
+		defer stop()
+		go func() {
+			select {
+			case <-locker.Lost(transfer):
+				stop() // What is left of the audit would be for nothing.
+			case <-work.Done():
+			}
+		}()
+		for _, account := range accounts {
+			if err := review(work, account); err != nil {
+				return err
+			}
+		}
+		tx, err := db.BeginTx(ctx, nil)
+		if err != nil {
+			return err
+		}
+		defer tx.Rollback()
+		if err := locker.Guard(ctx, tx, transfer); err != nil {
+			return err // errors.Is(err, coord.ErrLost): another may be at these accounts by now.
+		}
+		if _, err := tx.ExecContext(ctx, "UPDATE transfer SET approved = true WHERE id = $1", transfer); err != nil {
+			return err
+		}
+		return tx.Commit()
+	}
+	check(audit("transfer-1", "alice", "bob", "fees"))
+}
+
+// review stands for what takes an auditor long.
+func review(context.Context, string) error { return nil }
+
 func check(err error) {
 	if err != nil {
 		log.Fatal(err)
