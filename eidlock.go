@@ -74,12 +74,16 @@ func (c *Coord) EIDLocker(cfg EIDConfig) (*EIDLocker, error) {
 	if err == nil && c.eids.table == nil {
 		err = c.unsupported()
 	}
-	if err != nil {
-		return nil, wrap("eid locker", err)
-	}
 	l := &EIDLocker{c: c, sql: &c.eids, cfg: cfg, sets: map[string]*lockSet{}}
 	l.life, l.cancel = context.WithCancelCause(c.life)
-	return l, wrap("eid locker", c.own(l))
+	if err == nil {
+		err = c.own(l)
+	}
+	if err != nil {
+		l.cancel(nil)
+		return nil, wrap("eid locker", err)
+	}
+	return l, nil
 }
 
 // complete fills in the defaults and validates cfg.
@@ -116,7 +120,7 @@ type lockSet struct {
 	keeper *keeper
 	lost   chan struct{}
 	ended  func() bool   // keeps the end of the hold from letting others through
-	turn   chan struct{} // holds one: who renews or checks the set. A renewal of ids that were dropped meanwhile would find them lost.
+	turn   chan struct{} // holds one: who renews the set. A renewal of ids that are dropped meanwhile would find them lost.
 
 	mu   sync.Mutex
 	ids  []string // sorted; only ever fewer
@@ -227,6 +231,8 @@ func (l *EIDLocker) narrow(ctx context.Context, s *lockSet, ids []string) (bool,
 		return false, err
 	}
 	defer s.leave()
+	ctx, cancel := context.WithTimeout(ctx, l.cfg.Heartbeat) // A renewal that is stuck must not keep others out.
+	defer cancel()
 	list := jsonList(ids)
 	held, err := l.renew(ctx, s.fence, list, jsonList(dropped))
 	switch {
@@ -423,21 +429,30 @@ func (l *EIDLocker) assert(ctx context.Context, anchor string) error {
 	case s.keeper.err() != nil:
 		return ErrLost
 	}
+	held, err := l.check(ctx, s)
+	if held || err != nil {
+		return err
+	}
+	// Some of the ids may have been dropped just now: nobody does that during our turn.
 	if err := s.enter(ctx); err != nil {
 		return err
 	}
 	defer s.leave()
+	held, err = l.check(ctx, s)
+	if err == nil && !held {
+		s.keeper.end(ErrLost)
+		err = ErrLost
+	}
+	return err
+}
+
+func (l *EIDLocker) check(ctx context.Context, s *lockSet) (bool, error) {
 	_, list := s.all()
-	held, err := onPool(ctx, l.c, l.sql.table, func(ctx context.Context) (held bool, err error) {
+	return onPool(ctx, l.c, l.sql.table, func(ctx context.Context) (held bool, err error) {
 		rows, err := l.c.query(ctx, l.sql.check, list, s.fence, l.c.now())
 		err = scanRows(rows, err, func() error { return rows.Scan(&held) })
 		return held, err
 	})
-	if err == nil && !held {
-		s.keeper.end(ErrLost)
-		return ErrLost
-	}
-	return err
 }
 
 // Guard checks inside the caller's transaction that all ids of anchor are still
@@ -519,7 +534,7 @@ func (l *EIDLocker) set(anchor string) *lockSet {
 	return l.sets[anchor]
 }
 
-// enter waits for the turn to renew or check the set.
+// enter waits for the turn to renew the set.
 func (s *lockSet) enter(ctx context.Context) error {
 	select {
 	case s.turn <- struct{}{}:
