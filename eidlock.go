@@ -2,6 +2,7 @@ package coord
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -150,17 +151,23 @@ func (l *EIDLocker) AcquireLocks(ctx context.Context, anchor string, eIDs ...str
 	defer done()
 	turn := l.anchors.join(true, anchor)
 	defer l.anchors.leave(turn, anchor)
-	if !turn.isFirst() {
+	queued := !turn.isFirst()
+	busy := &HeldError{What: setName(anchor), Owner: l.cfg.Owner}
+	if queued {
 		select {
 		case <-turn.first:
 		case <-ctx.Done():
-			return waited(ctx, doing, &HeldError{What: setName(anchor), Owner: l.cfg.Owner}, nil)
+			return waited(ctx, doing, busy, nil)
 		}
 	}
 	if again, err := l.again(ctx, anchor, ids); again || err != nil {
 		return wrap(doing, err)
 	}
-	return l.acquire(ctx, doing, anchor, ids)
+	err = l.acquire(ctx, doing, anchor, ids, busy)
+	if err != nil && queued && !errors.Is(err, ErrHeld) {
+		return waited(ctx, doing, busy, err)
+	}
+	return err
 }
 
 // checkSet refuses an anchor or ids, sorted, that can't be.
@@ -245,7 +252,7 @@ func (l *EIDLocker) narrow(ctx context.Context, s *lockSet, ids []string) (bool,
 }
 
 // acquire locks ids for an anchor that has none.
-func (l *EIDLocker) acquire(ctx context.Context, doing, anchor string, ids []string) error {
+func (l *EIDLocker) acquire(ctx context.Context, doing, anchor string, ids []string, busy error) error {
 	s := &lockSet{anchor: anchor, ids: ids, list: jsonList(ids), lost: make(chan struct{}), turn: make(chan struct{}, 1)}
 	s.place = l.ids.join(true, ids...)
 	held := false
@@ -254,7 +261,6 @@ func (l *EIDLocker) acquire(ctx context.Context, doing, anchor string, ids []str
 			l.ids.leave(s.place, ids...)
 		}
 	}()
-	busy := &HeldError{What: setName(anchor), Owner: l.cfg.Owner}
 	sent, err := contend(ctx, doing, s.place, busy, l.cfg.AcquireBackoff, l.cfg.AcquireMaxBackoff, func() (time.Time, error) {
 		return l.try(ctx, s)
 	})

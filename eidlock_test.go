@@ -436,7 +436,7 @@ func TestEIDErrors(t *testing.T) {
 	for _, state := range []string{"free", "held by another process", "behind another anchor", "behind the same anchor"} {
 		for _, end := range []string{"own deadline", "caller's deadline", "cancel", "database error"} {
 			if state == "behind the same anchor" && end == "database error" {
-				continue // It is first by then.
+				continue // See TestEIDQueuedForTheAnchor.
 			}
 			t.Run(state+", "+end, func(t *testing.T) {
 				synctest.Test(t, func(t *testing.T) {
@@ -514,6 +514,31 @@ func TestEIDErrors(t *testing.T) {
 				})
 			})
 		}
+	}
+}
+
+// TestEIDQueuedForTheAnchor: who has waited for another call of the same anchor was
+// contended, whatever ends it after that.
+func TestEIDQueuedForTheAnchor(t *testing.T) {
+	failure := &pq.Error{Code: "42501"}
+	for _, test := range []struct {
+		takes time.Duration // the second acquisition, after the first has failed
+		want  []error
+	}{
+		{0, []error{failure, ErrHeld}},
+		{time.Hour, []error{context.DeadlineExceeded, ErrHeld, ErrAcquireTimeout}},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			c, db := newEIDs(t, Config{})
+			l := newLocker(t, c, EIDConfig{})
+			db.hook(func(statement) error { time.Sleep(time.Second); return failure }, nil)
+			go l.AcquireLocks(t.Context(), "a", "1")
+			synctest.Wait()
+			db.hook(func(statement) error { time.Sleep(test.takes); return failure }, nil)
+			wantErrors(t, "AcquireLocks", l.AcquireLocks(t.Context(), "a", "2"), test.want...)
+			time.Sleep(2 * time.Hour)
+			wantEmpty(t, l)
+		})
 	}
 }
 
