@@ -138,7 +138,7 @@ type lockSet struct {
 // [ErrAcquireTimeout]. It may include that for an open Guard of a former holder. A
 // call that fails leaves nothing locked, and what anchor had before as it was; if
 // that was being narrowed and the reply was lost, the ids are dropped all the same.
-func (l *EIDLocker) AcquireLocks(ctx context.Context, anchor string, eIDs ...string) error {
+func (l *EIDLocker) AcquireLocks(ctx context.Context, anchor string, eIDs ...string) (err error) {
 	ids := slices.Compact(slices.Sorted(slices.Values(eIDs)))
 	if err := checkSet(anchor, ids); err != nil || len(ids) == 0 {
 		return wrap("acquire locks", err)
@@ -149,6 +149,11 @@ func (l *EIDLocker) AcquireLocks(ctx context.Context, anchor string, eIDs ...str
 		return wrap(doing, err)
 	}
 	defer done()
+	defer func() {
+		if err == nil && l.life.Err() != nil {
+			err = wrap(doing, ErrClosed) // Close has freed them, or will.
+		}
+	}()
 	turn := l.anchors.join(true, anchor)
 	defer l.anchors.leave(turn, anchor)
 	queued := !turn.isFirst()
@@ -275,6 +280,9 @@ func (l *EIDLocker) acquire(ctx context.Context, doing, anchor string, ids []str
 // try asks the database once for the ids of s. It returns the time before the
 // statement that was granted was sent.
 func (l *EIDLocker) try(ctx context.Context, s *lockSet) (time.Time, error) {
+	if l.life.Err() != nil { // ctx may not know it yet.
+		return time.Time{}, wrap("acquire "+setName(s.anchor), ErrClosed)
+	}
 	attempt := l.c.attempt()
 	got, err := acquire(ctx, l.c, l.sql.table, setName(s.anchor), func(ctx context.Context) (lockedSet, error) {
 		return l.send(ctx, s, attempt)
