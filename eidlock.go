@@ -315,7 +315,7 @@ func (l *EIDLocker) send(ctx context.Context, s *lockSet, attempt int64) (locked
 	var granted bool
 	var fence, expires int64
 	var id, owner string
-	for range 10 { // Purge may take rows away in between, but not ten times.
+	for tries := range 10 { // Purge may take rows away in between, but not ten times.
 		granted, id = false, ""
 		sent := time.Now()
 		rows, err := l.c.query(ctx, l.sql.acquire, s.list, l.cfg.Owner, s.anchor, micros(l.cfg.TTL), l.c.now(), attempt)
@@ -327,7 +327,7 @@ func (l *EIDLocker) send(ctx context.Context, s *lockSet, attempt int64) (locked
 		switch {
 		case err != nil:
 			return lockedSet{}, err
-		case granted:
+		case granted && (time.Since(sent) < l.cfg.TTL/2 || tries == 9): // Else it has waited, for a guard say, and would be lost soon.
 			return lockedSet{sent: sent, fence: fence}, nil
 		case id != "":
 			return lockedSet{held: &HeldError{What: "id " + id, Owner: owner, ExpiresAt: time.UnixMicro(expires)}}, nil
