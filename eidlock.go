@@ -500,17 +500,35 @@ func (l *EIDLocker) end() {
 		l.mu.Lock()
 		l.cancel(ErrClosed)
 		l.mu.Unlock()
-		l.busy.Wait()
 		ctx, cancel := context.WithTimeout(context.Background(), releaseTime)
 		defer cancel()
-		l.mu.Lock()
-		sets := slices.Collect(maps.Values(l.sets))
-		clear(l.sets)
-		l.mu.Unlock()
-		for _, s := range sets {
-			l.release(ctx, s)
-		}
+		l.releaseAll(ctx)
+		l.busy.Wait()     // What is released elsewhere began earlier, and takes as long at most.
+		l.releaseAll(ctx) // What was granted meanwhile.
 	})
+}
+
+// releaseAll releases all sets, a few at a time: one that is stuck does not keep the
+// others from it.
+func (l *EIDLocker) releaseAll(ctx context.Context) {
+	l.mu.Lock()
+	sets := slices.Collect(maps.Values(l.sets))
+	clear(l.sets)
+	l.mu.Unlock()
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	next := make(chan *lockSet, len(sets))
+	for _, s := range sets {
+		next <- s
+	}
+	close(next)
+	for range min(len(sets), 8) {
+		wg.Go(func() {
+			for s := range next {
+				l.release(ctx, s)
+			}
+		})
+	}
 }
 
 // find returns what anchor has locked, nil if nothing, for a caller who asks about
