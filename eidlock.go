@@ -239,6 +239,8 @@ func (l *EIDLocker) narrow(ctx context.Context, s *lockSet, ids []string) (bool,
 		return false, err
 	}
 	defer s.leave()
+	ctx, cancel := context.WithTimeout(ctx, l.cfg.Heartbeat) // Renewals wait for it.
+	defer cancel()
 	list := jsonList(ids)
 	held, err := l.renew(ctx, s.fence, list, jsonList(dropped))
 	switch {
@@ -441,6 +443,8 @@ func (l *EIDLocker) assert(ctx context.Context, anchor string) error {
 		return err
 	}
 	defer s.leave()
+	ctx, cancel := context.WithTimeout(ctx, l.cfg.Heartbeat) // Renewals wait for it.
+	defer cancel()
 	_, list := s.all()
 	held, err := onPool(ctx, l.c, l.sql.table, func(ctx context.Context) (held bool, err error) {
 		rows, err := l.c.query(ctx, l.sql.check, list, s.fence, l.c.now())
