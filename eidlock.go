@@ -346,7 +346,11 @@ func (l *EIDLocker) hold(s *lockSet, deadline time.Time) {
 		}
 		defer s.leave()
 		_, list := s.all()
-		return l.renew(ctx, s.fence, list, "[]")
+		held, err := l.renew(ctx, s.fence, list, "[]")
+		if errors.Is(err, ErrClosed) {
+			err = context.Canceled // The Coord's Close is about to release it, which is no loss.
+		}
+		return held, err
 	})
 	s.ended = context.AfterFunc(s.keeper.ctx, func() { // Nobody waits for the release of what is lost.
 		close(s.lost)
