@@ -248,7 +248,7 @@ func (l *EIDLocker) narrow(ctx context.Context, s *lockSet, ids []string) (bool,
 		return false, nil
 	case err != nil && ctx.Err() == nil && l.c.classify(err) != FailureConnection:
 		return false, err // It did nothing.
-	case err != nil:
+	case err != nil && len(dropped) > 0:
 		l.busy.Go(func() { l.free(context.Background(), s.anchor, jsonList(dropped), s.fence) })
 	}
 	s.mu.Lock()
