@@ -215,12 +215,15 @@ func (l *EIDLocker) again(ctx context.Context, anchor string, ids []string) (boo
 	}
 	if s.keeper.err() == nil {
 		held, err := l.narrow(ctx, s, ids)
-		if held || err != nil {
+		if err != nil || held && s.keeper.err() == nil { // Renewed too late it is lost all the same.
 			return held, err
 		}
 		s.keeper.end(ErrLost)
 	}
-	l.ReleaseLocks(ctx, anchor) // A lost anchor acquires afresh.
+	if l.remove(anchor) != nil { // A lost anchor acquires afresh.
+		l.leave(s)
+		bounded(ctx, l.c, func() { l.finish(ctx, s) }) // What it was lost for may still last.
+	}
 	return false, nil
 }
 
@@ -374,15 +377,26 @@ func (l *EIDLocker) renew(ctx context.Context, fence int64, list, dropped string
 // ctx has ended, and takes at most 5 s; what it can't free by then is left to its TTL,
 // and logged.
 func (l *EIDLocker) ReleaseLocks(ctx context.Context, anchor string) {
+	if s := l.remove(anchor); s != nil {
+		l.finish(ctx, s)
+	}
+}
+
+// remove takes out the set of anchor, if there is one, for the caller to finish.
+func (l *EIDLocker) remove(anchor string) *lockSet {
 	l.mu.Lock()
+	defer l.mu.Unlock()
 	s := l.sets[anchor]
-	if s == nil || l.life.Err() != nil {
-		l.mu.Unlock()
-		return
+	if s == nil || l.life.Err() != nil { // Close releases it.
+		return nil
 	}
 	delete(l.sets, anchor)
 	l.busy.Add(1)
-	l.mu.Unlock()
+	return s
+}
+
+// finish releases a set that was removed, whatever becomes of ctx.
+func (l *EIDLocker) finish(ctx context.Context, s *lockSet) {
 	defer l.busy.Done()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTime)
 	defer cancel()
