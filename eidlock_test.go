@@ -10,10 +10,12 @@ import (
 	"io"
 	"io/fs"
 	"maps"
+	"math"
 	"reflect"
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/fstest"
 	"testing/synctest"
@@ -184,10 +186,17 @@ func (db *eidDB) hook(before, after func(statement) error) {
 	db.before, db.after = before, after
 }
 
-// fail makes one statement fail in either way, others go through.
+// failing is a hook that makes statements of one kind fail.
 func failing(text string, err error) func(statement) error {
+	return failingTimes(math.MaxInt, text, err)
+}
+
+// failingTimes is failing for so many of them.
+func failingTimes(n int, text string, err error) func(statement) error {
+	var left atomic.Int64
+	left.Store(int64(n))
 	return func(s statement) error {
-		if s.text == text {
+		if s.text == text && left.Add(-1) >= 0 {
 			return err
 		}
 		return nil
@@ -267,11 +276,12 @@ func wantErrors(t *testing.T, what string, err error, want ...error) {
 }
 
 // TestEIDStatements: what each operation sends, and what it makes of the answer.
-func TestEIDStatements(t *testing.T) {
+func TestEIDStatements(t *testing.T) { synctest.Test(t, testEIDStatements) }
+
+func testEIDStatements(t *testing.T) {
 	at := time.Date(2031, 5, 17, 10, 30, 0, 123456000, time.UTC)
 	c, mock := newMock(t, Config{Owner: "me", Clock: func() time.Time { return at }})
-	l := newLocker(t, c, EIDConfig{TTL: time.Minute, Owner: " we\t", AcquireDeadline: time.Nanosecond})
-	l.cfg.AcquireDeadline = time.Minute
+	l := newLocker(t, c, EIDConfig{TTL: time.Minute, Owner: " we\t"})
 	ctx, now, minute, s := t.Context(), at.UnixMicro(), int64(60e6), l.sql
 	columns := []string{"granted", "fence", "eid", "owner", "expires"}
 	acquired := func() *sqlmock.Rows { return sqlmock.NewRows(columns) }
@@ -323,8 +333,7 @@ func TestEIDStatements(t *testing.T) {
 		t.Errorf("AssertLocksHeld of an anchor that has none = %v", err)
 	}
 
-	l.cfg.AcquireDeadline = 50 * time.Millisecond // Shorter than the first pause can be.
-	l.cfg.AcquireBackoff, l.cfg.AcquireMaxBackoff = time.Hour, time.Hour
+	l.cfg.AcquireDeadline = 40 * time.Millisecond // Shorter than the first pause can be.
 	mock.ExpectQuery(s.acquire).WillReturnRows(acquired().AddRow(false, 0, "2", "you", now+1))
 	wantHeld(t, l.AcquireLocks(ctx, "a", "1", "2"), HeldError{"id 2", "you", at.Add(time.Microsecond)})
 	mock.ExpectQuery(s.acquire).WillReturnRows(acquired())
@@ -454,13 +463,12 @@ func TestEIDErrors(t *testing.T) {
 						mustLock(t, l, "b", "2")
 						holding = "2:b"
 					}
-					tries := 0
 					db.hook(func(s statement) error {
 						switch {
 						case s.text == db.sql.acquire && idsOf(s.args[0])[0] == "0", state == "free" && ours(s):
 							time.Sleep(12 * time.Second) // Nobody waits for it that long.
 						}
-						if tries++; end == "database error" && ours(s) && (state != "held by another process" || tries > 1) {
+						if end == "database error" && ours(s) && (state != "held by another process" || len(db.of(db.sql.acquire)) > 1) {
 							return failure
 						}
 						return nil
@@ -603,20 +611,14 @@ func TestEIDContention(t *testing.T) {
 			if failure == errRace {
 				failures = 1
 			}
-			db.hook(func(s statement) error {
-				if s.text == db.sql.acquire && failures > 0 {
-					failures--
-					return failure
-				}
-				return nil
-			}, nil)
+			db.hook(failingTimes(failures, db.sql.acquire, failure), nil)
 			start := time.Now()
 			mustLock(t, l, "a", "1")
 			if took := time.Since(start); took < 50*time.Millisecond {
 				t.Errorf("AcquireLocks took %v, want a pause", took)
 			}
 			l.ReleaseLocks(t.Context(), "a")
-			failures = 1000
+			db.hook(failing(db.sql.acquire, failure), nil)
 			err := l.AcquireLocks(t.Context(), "a", "1")
 			wantErrors(t, "AcquireLocks", err, ErrHeld, ErrAcquireTimeout, context.DeadlineExceeded, failure)
 			wantHeld(t, err, HeldError{What: "locks of a"})
@@ -697,16 +699,10 @@ func TestEIDOneFailedRenewal(t *testing.T) {
 			if failure.Error() != (&pq.Error{Code: "40001"}).Error() {
 				failures = 3
 			}
-			db.hook(func(s statement) error {
-				if s.text == db.sql.renew && failures > 0 {
-					failures--
-					return failure
-				}
-				return nil
-			}, nil)
+			db.hook(failingTimes(failures, db.sql.renew, failure), nil)
 			time.Sleep(time.Hour)
-			if isLost(l, "a") || failures != 0 {
-				t.Errorf("%v: lost %v with %d failures to go, want it kept", failure, isLost(l, "a"), failures)
+			if isLost(l, "a") {
+				t.Errorf("lost after %d times %v, want it kept", failures, failure)
 			}
 			wantHolding(t, db, "1:a")
 			l.ReleaseLocks(t.Context(), "a")
@@ -844,13 +840,7 @@ func TestEIDRelease(t *testing.T) {
 			c, db := newEIDs(t, Config{})
 			l := newLocker(t, c, EIDConfig{})
 			mustLock(t, l, "a", "1")
-			failures := test.failures
-			db.hook(func(s statement) error {
-				if failures--; failures >= 0 {
-					return test.failure
-				}
-				return nil
-			}, nil)
+			db.hook(failingTimes(test.failures, db.sql.release, test.failure), nil)
 			ctx, cancel := context.WithCancel(t.Context())
 			cancel()
 			l.ReleaseLocks(ctx, "a")
@@ -1353,13 +1343,7 @@ func TestEIDLostReply(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			c, db := newEIDs(t, Config{})
 			l := newLocker(t, c, EIDConfig{TTL: time.Hour})
-			losing := lost
-			db.hook(nil, func(s statement) error {
-				if losing--; s.text == db.sql.acquire && losing >= 0 {
-					return driver.ErrBadConn
-				}
-				return nil
-			})
+			db.hook(nil, failingTimes(lost, db.sql.acquire, driver.ErrBadConn))
 			err := l.AcquireLocks(t.Context(), "a", "1", "2")
 			sent := db.of(db.sql.acquire)
 			for _, s := range sent {
@@ -1389,4 +1373,197 @@ func TestEIDLostReply(t *testing.T) {
 			wantEmpty(t, l)
 		})
 	}
+}
+
+// TestEIDLostAnchorOnAStuckDriver: the release of what it has lost is not waited for
+// longer than the context lasts.
+func TestEIDLostAnchorOnAStuckDriver(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, db := newEIDs(t, Config{})
+		l := newLocker(t, c, EIDConfig{})
+		mustLock(t, l, "a", "1")
+		back := make(chan struct{})
+		db.hook(func(statement) error { <-back; return nil }, nil)
+		<-l.Lost("a")
+		start := time.Now()
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		wantErrors(t, "AcquireLocks", l.AcquireLocks(ctx, "a", "1"), context.DeadlineExceeded)
+		if took := time.Since(start); took != time.Second {
+			t.Errorf("AcquireLocks took %v, want 1 s", took)
+		}
+		if l.Lost("a") != nil {
+			t.Error("Lost is not nil for an anchor that has none any more")
+		}
+		close(back)
+		time.Sleep(time.Minute)
+		wantEmpty(t, l)
+	})
+}
+
+// TestEIDSlowGrant: one that has waited for most of the TTL, or longer, is asked for
+// again, or it would be lost at once.
+func TestEIDSlowGrant(t *testing.T) {
+	for _, takes := range []time.Duration{15 * time.Second, 40 * time.Second} {
+		synctest.Test(t, func(t *testing.T) {
+			c, db := newEIDs(t, Config{})
+			l := newLocker(t, c, EIDConfig{})
+			db.hook(func(s statement) error {
+				if s.text == db.sql.acquire && len(db.of(db.sql.acquire)) == 1 {
+					time.Sleep(takes)
+				}
+				return nil
+			}, nil)
+			start := time.Now()
+			mustLock(t, l, "a", "1")
+			time.Sleep(10 * time.Minute)
+			sent := db.of(db.sql.acquire)
+			if isLost(l, "a") || len(sent) != 2 || sent[1].at.Sub(start) != takes || sent[0].args[5].Value != sent[1].args[5].Value {
+				t.Errorf("lost %v after %d acquisitions, want 2 of one attempt and not lost", isLost(l, "a"), len(sent))
+			}
+			l.ReleaseLocks(t.Context(), "a")
+		})
+	}
+	synctest.Test(t, func(t *testing.T) {
+		c, db := newEIDs(t, Config{})
+		l := newLocker(t, c, EIDConfig{TTL: time.Second})
+		db.hook(func(statement) error { time.Sleep(500 * time.Millisecond); return nil }, nil)
+		mustLock(t, l, "a", "1") // It is always that slow, and still better than none.
+		if sent := db.of(db.sql.acquire); len(sent) != 10 {
+			t.Errorf("%d acquisitions, want 10", len(sent))
+		}
+		l.ReleaseLocks(t.Context(), "a")
+	})
+}
+
+// TestEIDLostWhileItIsNarrowed: the answer that comes after the loss is none, and the
+// locks are acquired afresh.
+func TestEIDLostWhileItIsNarrowed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, db := newEIDs(t, Config{})
+		l := newLocker(t, c, EIDConfig{})
+		mustLock(t, l, "a", "1", "2")
+		db.hook(failing(db.sql.renew, &pq.Error{Code: "57P01"}), nil)
+		lost := l.Lost("a")
+		time.Sleep(26 * time.Second)
+		db.hook(func(s statement) error {
+			if s.text == db.sql.renew && s.args[1].Value == "[]" {
+				return &pq.Error{Code: "57P01"}
+			}
+			return nil
+		}, func(s statement) error {
+			if s.text == db.sql.renew {
+				time.Sleep(2 * time.Second)
+			}
+			return nil
+		})
+		mustLock(t, l, "a", "1")
+		<-lost
+		db.hook(nil, nil)
+		time.Sleep(time.Hour)
+		if l.Lost("a") == lost || isLost(l, "a") {
+			t.Error("AcquireLocks has returned locks that were lost")
+		}
+		wantHolding(t, db, "1:a")
+		l.ReleaseLocks(t.Context(), "a")
+		wantEmpty(t, l)
+	})
+}
+
+// TestEIDStuckCheck: no check or narrowing keeps renewals waiting until the locks are
+// lost.
+func TestEIDStuckCheck(t *testing.T) {
+	for name, call := range map[string]func(*EIDLocker) error{
+		"AssertLocksHeld": func(l *EIDLocker) error { return l.AssertLocksHeld(context.Background(), "a") },
+		"AcquireLocks":    func(l *EIDLocker) error { return l.AcquireLocks(context.Background(), "a", "1") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c, db := newEIDs(t, Config{})
+				l := newLocker(t, c, EIDConfig{TTL: 6 * time.Second, Heartbeat: 2 * time.Second})
+				mustLock(t, l, "a", "1", "2")
+				time.Sleep(1700 * time.Millisecond)
+				back := make(chan struct{})
+				db.hook(func(s statement) error {
+					if s.conn == 1 {
+						<-back
+					}
+					return nil
+				}, nil)
+				start := time.Now()
+				wantErrors(t, name, call(l), context.DeadlineExceeded)
+				if took := time.Since(start); took != 2*time.Second {
+					t.Errorf("%s took %v, want 2 s", name, took)
+				}
+				time.Sleep(time.Minute)
+				if isLost(l, "a") {
+					t.Error("the locks were lost to a statement that was stuck")
+				}
+				close(back)
+				l.ReleaseLocks(t.Context(), "a")
+			})
+		})
+	}
+}
+
+// TestEIDCloseReleasesWhatItCan: a release that is stuck keeps no other from it, and
+// one under way is not waited for longer.
+func TestEIDCloseReleasesWhatItCan(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, db := newEIDs(t, Config{})
+		l := newLocker(t, c, EIDConfig{})
+		for i := range 100 {
+			mustLock(t, l, fmt.Sprint("a", i), fmt.Sprint(i))
+		}
+		back := make(chan struct{})
+		db.hook(func(s statement) error {
+			if list := s.args[0].Value; list == `["7"]` || list == `["8"]` {
+				<-back
+			}
+			return nil
+		}, nil)
+		go l.ReleaseLocks(t.Context(), "a7")
+		time.Sleep(time.Second)
+		start := time.Now()
+		l.Close()
+		if took := time.Since(start); took != 5*time.Second {
+			t.Errorf("Close took %v, want 5 s", took)
+		}
+		wantHolding(t, db, "7:a7 8:a8")
+		close(back)
+		time.Sleep(time.Minute)
+		wantEmpty(t, l)
+	})
+}
+
+// TestEIDCloseOfTheCoordIsNoLoss, however long it waits for others first.
+func TestEIDCloseOfTheCoordIsNoLoss(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, db := newEIDs(t, Config{Timeout: 20 * time.Second})
+		l := newLocker(t, c, EIDConfig{TTL: 30 * time.Second, Heartbeat: 2 * time.Second})
+		mustLock(t, l, "a", "1")
+		lost := l.Lost("a")
+		back := make(chan struct{})
+		db.answer = func(s statement) (driver.Rows, error) {
+			if s.text == c.leases.owners {
+				<-back
+				return noRows{}, nil
+			}
+			return db.do(s)
+		}
+		go c.Leases().Owners(t.Context(), "g")
+		synctest.Wait()
+		start := time.Now()
+		c.Close()
+		select {
+		case <-lost:
+			t.Error("Lost is closed by Close")
+		default:
+		}
+		if time.Since(start) != 20*time.Second {
+			t.Errorf("Close took %v, want 20 s", time.Since(start))
+		}
+		wantHolding(t, db, "")
+		close(back)
+	})
 }
