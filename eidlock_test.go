@@ -646,6 +646,9 @@ func TestEIDBackoff(t *testing.T) {
 				t.Errorf("pause %d = %v, want %v to %v", i+1, pause, most/2, most)
 			}
 			most = min(2*most, time.Second)
+			if before, after := tries[i].args[5].Value.(int64), tries[i+1].args[5].Value.(int64); after <= before {
+				t.Errorf("attempt %d after %d, want a larger one", after, before)
+			}
 		}
 	})
 }
@@ -813,7 +816,12 @@ func TestEIDLostAnchorAcquiresAfresh(t *testing.T) {
 		lost = l.Lost("a")
 		db.take("2", 0)
 		wantErrors(t, "AssertLocksHeld", l.AssertLocksHeld(t.Context(), "a"), ErrLost)
-		<-lost
+		synctest.Wait()
+		select {
+		case <-lost:
+		default:
+			t.Error("Lost is open when a check has found the loss")
+		}
 		wantErrors(t, "Guard", l.Guard(t.Context(), &sql.Tx{}, "a"), ErrLost)
 		mustLock(t, l, "a", "5")
 		wantHolding(t, db, "5:a")
@@ -897,8 +905,7 @@ func TestEIDReleaseOfAStuckDriver(t *testing.T) {
 	}
 }
 
-// TestEIDReleaseIsNotAwaitedByARenewal: a renewal in flight holds the release up for
-// no longer than it takes, and does not revive anything.
+// TestEIDReleaseDuringARenewal waits for it, and it revives nothing.
 func TestEIDReleaseDuringARenewal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, db := newEIDs(t, Config{})
@@ -914,7 +921,11 @@ func TestEIDReleaseDuringARenewal(t *testing.T) {
 			time.Sleep(time.Millisecond)
 		}
 		lost := l.Lost("a")
+		start := time.Now()
 		l.ReleaseLocks(t.Context(), "a")
+		if took := time.Since(start); took < 1990*time.Millisecond || took > 2*time.Second {
+			t.Errorf("ReleaseLocks took %v, want to wait for the renewal", took)
+		}
 		time.Sleep(time.Minute)
 		select {
 		case <-lost:
@@ -1150,7 +1161,7 @@ func TestEIDClose(t *testing.T) {
 				if err := errors.Join(end(c, l), l.Close(), c.Close()); err != nil {
 					t.Errorf("the second %s = %v", name, err)
 				}
-				if n := len(db.statements()) - sent; n != 0 || len(c.drivers) > 1 {
+				if n := len(db.statements()) - sent; n != 0 || len(c.drivers) != 0 {
 					t.Errorf("%d statements after Close, %d drivers kept, want none", n, len(c.drivers))
 				}
 				if _, err := c.EIDLocker(EIDConfig{}); !errors.Is(err, ErrClosed) {
@@ -1523,7 +1534,7 @@ func TestEIDCloseReleasesWhatItCan(t *testing.T) {
 			return nil
 		}, nil)
 		go l.ReleaseLocks(t.Context(), "a7")
-		time.Sleep(time.Second)
+		synctest.Wait()
 		start := time.Now()
 		l.Close()
 		if took := time.Since(start); took != 5*time.Second {
@@ -1565,5 +1576,37 @@ func TestEIDCloseOfTheCoordIsNoLoss(t *testing.T) {
 		}
 		wantHolding(t, db, "")
 		close(back)
+	})
+}
+
+// TestEIDNothingIsRenewedDuringARelease that is stuck, and what narrowing has dropped
+// is not tried to be freed for ever.
+func TestEIDNothingIsRenewedDuringARelease(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, db := newEIDs(t, Config{})
+		l := newLocker(t, c, EIDConfig{TTL: 6 * time.Second, Heartbeat: time.Second})
+		mustLock(t, l, "a", "1", "2")
+		db.hook(failing(db.sql.release, &pq.Error{Code: "57P01"}), nil)
+		l.ReleaseLocks(t.Context(), "a")
+		if n := len(db.of(db.sql.renew)); n != 0 {
+			t.Errorf("%d renewals during the release, want none", n)
+		}
+		time.Sleep(time.Minute)
+		mustLock(t, l, "a", "1", "2")
+		db.hook(func(s statement) error {
+			if s.text == db.sql.release || s.text == db.sql.renew && s.args[1].Value != "[]" {
+				return &pq.Error{Code: "57P01"}
+			}
+			return nil
+		}, nil)
+		start := time.Now()
+		l.AcquireLocks(t.Context(), "a", "1")
+		time.Sleep(time.Minute)
+		tries := db.of(db.sql.release)
+		if took := tries[len(tries)-1].at.Sub(start); took > releaseTime || took < releaseTime-time.Second {
+			t.Errorf("the last attempt to free came after %v, want close to %v", took, releaseTime)
+		}
+		db.hook(nil, nil)
+		l.ReleaseLocks(t.Context(), "a")
 	})
 }
