@@ -244,7 +244,7 @@ func (l *EIDLocker) narrow(ctx context.Context, s *lockSet, ids []string) (bool,
 	defer s.leave()
 	ctx, cancel := context.WithTimeout(ctx, l.cfg.Heartbeat) // Renewals wait for it.
 	defer cancel()
-	list := jsonList(ids)
+	list, sent := jsonList(ids), time.Now()
 	held, err := l.renew(ctx, s.fence, list, jsonList(dropped))
 	switch {
 	case err == nil && !held:
@@ -253,6 +253,9 @@ func (l *EIDLocker) narrow(ctx context.Context, s *lockSet, ids []string) (bool,
 		return false, err // It did nothing.
 	case err != nil && len(dropped) > 0:
 		l.busy.Go(func() { l.free(context.Background(), s.anchor, jsonList(dropped), s.fence) })
+	}
+	if err == nil {
+		s.keeper.renewed(sent)
 	}
 	s.mu.Lock()
 	s.ids, s.list = ids, list

@@ -1610,3 +1610,31 @@ func TestEIDNothingIsRenewedDuringARelease(t *testing.T) {
 		l.ReleaseLocks(t.Context(), "a")
 	})
 }
+
+// TestEIDReacquiringRenews: it counts as a heartbeat does, from the send.
+func TestEIDReacquiringRenews(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, db := newEIDs(t, Config{})
+		l := newLocker(t, c, EIDConfig{})
+		mustLock(t, l, "a", "1", "2")
+		db.hook(func(s statement) error {
+			if s.text == db.sql.renew && s.args[1].Value == "[]" {
+				return &pq.Error{Code: "57P01"}
+			}
+			return nil
+		}, func(s statement) error {
+			if s.text == db.sql.renew {
+				time.Sleep(500 * time.Millisecond)
+			}
+			return nil
+		})
+		time.Sleep(26 * time.Second)
+		sent := time.Now()
+		mustLock(t, l, "a", "1")
+		<-l.Lost("a")
+		if took := time.Since(sent); took != 27*time.Second {
+			t.Errorf("lost %v after the last renewal was sent, want 27 s", took)
+		}
+		l.ReleaseLocks(t.Context(), "a")
+	})
+}
