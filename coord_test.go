@@ -136,10 +136,20 @@ func (c *fakeConn) QueryContext(_ context.Context, text string, args []driver.Na
 }
 
 func (c *fakeConn) ExecContext(ctx context.Context, text string, args []driver.NamedValue) (driver.Result, error) {
-	if _, err := c.QueryContext(ctx, text, args); err != nil {
+	rows, err := c.QueryContext(ctx, text, args)
+	if err != nil {
 		return nil, err
 	}
+	if n, ok := rows.(changed); ok {
+		return driver.RowsAffected(n.rows), nil
+	}
 	return driver.RowsAffected(1), nil
+}
+
+// changed is the answer to a statement that changes another number of rows than one.
+type changed struct {
+	noRows
+	rows int64
 }
 
 // noRows is an answer without rows.

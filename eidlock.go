@@ -2,6 +2,7 @@ package coord
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -141,7 +142,7 @@ type lockSet struct {
 // [ErrAcquireTimeout]. It may include that for an open Guard of a former holder. A
 // call that fails leaves nothing locked, and what anchor had before as it was; if
 // that was being narrowed and the reply was lost, the ids are dropped all the same.
-func (l *EIDLocker) AcquireLocks(ctx context.Context, anchor string, eIDs ...string) error {
+func (l *EIDLocker) AcquireLocks(ctx context.Context, anchor string, eIDs ...string) (err error) {
 	ids := slices.Compact(slices.Sorted(slices.Values(eIDs)))
 	if err := checkSet(anchor, ids); err != nil || len(ids) == 0 {
 		return wrap("acquire locks", err)
@@ -152,19 +153,30 @@ func (l *EIDLocker) AcquireLocks(ctx context.Context, anchor string, eIDs ...str
 		return wrap(doing, err)
 	}
 	defer done()
+	defer func() {
+		if err == nil && l.life.Err() != nil {
+			err = wrap(doing, ErrClosed) // Close has freed them, or will.
+		}
+	}()
 	turn := l.anchors.join(true, anchor)
 	defer l.anchors.leave(turn, anchor)
-	if !turn.isFirst() {
+	queued := !turn.isFirst()
+	busy := &HeldError{What: setName(anchor), Owner: l.cfg.Owner}
+	if queued {
 		select {
 		case <-turn.first:
 		case <-ctx.Done():
-			return waited(ctx, doing, &HeldError{What: setName(anchor), Owner: l.cfg.Owner}, nil)
+			return waited(ctx, doing, busy, nil)
 		}
 	}
 	if again, err := l.again(ctx, anchor, ids); again || err != nil {
 		return wrap(doing, err)
 	}
-	return l.acquire(ctx, doing, anchor, ids)
+	err = l.acquire(ctx, doing, anchor, ids, busy)
+	if err != nil && queued && !errors.Is(err, ErrHeld) {
+		return waited(ctx, doing, busy, err)
+	}
+	return err
 }
 
 // checkSet refuses an anchor or ids, sorted, that can't be.
@@ -207,12 +219,15 @@ func (l *EIDLocker) again(ctx context.Context, anchor string, ids []string) (boo
 	}
 	if s.keeper.err() == nil {
 		held, err := l.narrow(ctx, s, ids)
-		if held || err != nil {
+		if err != nil || held && s.keeper.err() == nil { // Renewed too late it is lost all the same.
 			return held, err
 		}
 		s.keeper.end(ErrLost)
 	}
-	l.ReleaseLocks(ctx, anchor) // A lost anchor acquires afresh.
+	if l.remove(anchor) != nil { // A lost anchor acquires afresh.
+		l.leave(s)
+		bounded(ctx, l.c, func() { l.finish(ctx, s) }) // What it was lost for may still last.
+	}
 	return false, nil
 }
 
@@ -231,17 +246,20 @@ func (l *EIDLocker) narrow(ctx context.Context, s *lockSet, ids []string) (bool,
 		return false, err
 	}
 	defer s.leave()
-	ctx, cancel := context.WithTimeout(ctx, l.cfg.Heartbeat) // A renewal that is stuck must not keep others out.
+	ctx, cancel := context.WithTimeout(ctx, l.cfg.Heartbeat) // Renewals wait for it.
 	defer cancel()
-	list := jsonList(ids)
+	list, sent := jsonList(ids), time.Now()
 	held, err := l.renew(ctx, s.fence, list, jsonList(dropped))
 	switch {
 	case err == nil && !held:
 		return false, nil
 	case err != nil && ctx.Err() == nil && l.c.classify(err) != FailureConnection:
 		return false, err // It did nothing.
-	case err != nil:
+	case err != nil && len(dropped) > 0:
 		l.busy.Go(func() { l.free(context.Background(), s.anchor, jsonList(dropped), s.fence) })
+	}
+	if err == nil {
+		s.keeper.renewed(sent)
 	}
 	s.mu.Lock()
 	s.ids, s.list = ids, list
@@ -251,7 +269,7 @@ func (l *EIDLocker) narrow(ctx context.Context, s *lockSet, ids []string) (bool,
 }
 
 // acquire locks ids for an anchor that has none.
-func (l *EIDLocker) acquire(ctx context.Context, doing, anchor string, ids []string) error {
+func (l *EIDLocker) acquire(ctx context.Context, doing, anchor string, ids []string, busy error) error {
 	s := &lockSet{anchor: anchor, ids: ids, list: jsonList(ids), lost: make(chan struct{}), turn: make(chan struct{}, 1)}
 	s.place = l.ids.join(true, ids...)
 	held := false
@@ -260,7 +278,6 @@ func (l *EIDLocker) acquire(ctx context.Context, doing, anchor string, ids []str
 			l.ids.leave(s.place, ids...)
 		}
 	}()
-	busy := &HeldError{What: setName(anchor), Owner: l.cfg.Owner}
 	sent, err := contend(ctx, doing, s.place, busy, l.cfg.AcquireBackoff, l.cfg.AcquireMaxBackoff, func() (time.Time, error) {
 		return l.try(ctx, s)
 	})
@@ -275,6 +292,9 @@ func (l *EIDLocker) acquire(ctx context.Context, doing, anchor string, ids []str
 // try asks the database once for the ids of s. It returns the time before the
 // statement that was granted was sent.
 func (l *EIDLocker) try(ctx context.Context, s *lockSet) (time.Time, error) {
+	if l.life.Err() != nil { // ctx may not know it yet.
+		return time.Time{}, wrap("acquire "+setName(s.anchor), ErrClosed)
+	}
 	attempt := l.c.attempt()
 	got, err := acquire(ctx, l.c, l.sql.table, setName(s.anchor), func(ctx context.Context) (lockedSet, error) {
 		return l.send(ctx, s, attempt)
@@ -307,7 +327,7 @@ func (l *EIDLocker) send(ctx context.Context, s *lockSet, attempt int64) (locked
 	var granted bool
 	var fence, expires int64
 	var id, owner string
-	for range 10 { // Purge may take rows away in between, but not ten times.
+	for tries := range 10 { // Purge may take rows away in between, but not ten times.
 		granted, id = false, ""
 		sent := time.Now()
 		rows, err := l.c.query(ctx, l.sql.acquire, s.list, l.cfg.Owner, s.anchor, micros(l.cfg.TTL), l.c.now(), attempt)
@@ -319,7 +339,7 @@ func (l *EIDLocker) send(ctx context.Context, s *lockSet, attempt int64) (locked
 		switch {
 		case err != nil:
 			return lockedSet{}, err
-		case granted:
+		case granted && (time.Since(sent) < l.cfg.TTL/2 || tries == 9): // Else it has waited, for a guard say, and would be lost soon.
 			return lockedSet{sent: sent, fence: fence}, nil
 		case id != "":
 			return lockedSet{held: &HeldError{What: "id " + id, Owner: owner, ExpiresAt: time.UnixMicro(expires)}}, nil
@@ -336,7 +356,11 @@ func (l *EIDLocker) hold(s *lockSet, deadline time.Time) {
 		}
 		defer s.leave()
 		_, list := s.all()
-		return l.renew(ctx, s.fence, list, "[]")
+		held, err := l.renew(ctx, s.fence, list, "[]")
+		if errors.Is(err, ErrClosed) {
+			err = context.Canceled // The Coord's Close is about to release it, which is no loss.
+		}
+		return held, err
 	})
 	s.ended = context.AfterFunc(s.keeper.ctx, func() { // Nobody waits for the release of what is lost.
 		close(s.lost)
@@ -360,15 +384,26 @@ func (l *EIDLocker) renew(ctx context.Context, fence int64, list, dropped string
 // ctx has ended, and takes at most 5 s; what it can't free by then is left to its TTL,
 // and logged.
 func (l *EIDLocker) ReleaseLocks(ctx context.Context, anchor string) {
+	if s := l.remove(anchor); s != nil {
+		l.finish(ctx, s)
+	}
+}
+
+// remove takes out the set of anchor, if there is one, for the caller to finish.
+func (l *EIDLocker) remove(anchor string) *lockSet {
 	l.mu.Lock()
+	defer l.mu.Unlock()
 	s := l.sets[anchor]
-	if s == nil || l.life.Err() != nil {
-		l.mu.Unlock()
-		return
+	if s == nil || l.life.Err() != nil { // Close releases it.
+		return nil
 	}
 	delete(l.sets, anchor)
 	l.busy.Add(1)
-	l.mu.Unlock()
+	return s
+}
+
+// finish releases a set that was removed, whatever becomes of ctx.
+func (l *EIDLocker) finish(ctx context.Context, s *lockSet) {
 	defer l.busy.Done()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTime)
 	defer cancel()
@@ -438,15 +473,8 @@ func (l *EIDLocker) assert(ctx context.Context, anchor string) error {
 		return err
 	}
 	defer s.leave()
-	held, err = l.check(ctx, s)
-	if err == nil && !held {
-		s.keeper.end(ErrLost)
-		err = ErrLost
-	}
-	return err
-}
-
-func (l *EIDLocker) check(ctx context.Context, s *lockSet) (bool, error) {
+	ctx, cancel := context.WithTimeout(ctx, l.cfg.Heartbeat) // Renewals wait for it.
+	defer cancel()
 	_, list := s.all()
 	return onPool(ctx, l.c, l.sql.table, func(ctx context.Context) (held bool, err error) {
 		rows, err := l.c.query(ctx, l.sql.check, list, s.fence, l.c.now())
@@ -501,17 +529,35 @@ func (l *EIDLocker) end() {
 		l.mu.Lock()
 		l.cancel(ErrClosed)
 		l.mu.Unlock()
-		l.busy.Wait()
 		ctx, cancel := context.WithTimeout(context.Background(), releaseTime)
 		defer cancel()
-		l.mu.Lock()
-		sets := slices.Collect(maps.Values(l.sets))
-		clear(l.sets)
-		l.mu.Unlock()
-		for _, s := range sets {
-			l.release(ctx, s)
-		}
+		l.releaseAll(ctx)
+		l.busy.Wait()     // What is released elsewhere began earlier, and takes as long at most.
+		l.releaseAll(ctx) // What was granted meanwhile.
 	})
+}
+
+// releaseAll releases all sets, a few at a time: one that is stuck does not keep the
+// others from it.
+func (l *EIDLocker) releaseAll(ctx context.Context) {
+	l.mu.Lock()
+	sets := slices.Collect(maps.Values(l.sets))
+	clear(l.sets)
+	l.mu.Unlock()
+	var wg sync.WaitGroup
+	defer wg.Wait()
+	next := make(chan *lockSet, len(sets))
+	for _, s := range sets {
+		next <- s
+	}
+	close(next)
+	for range min(len(sets), 8) {
+		wg.Go(func() {
+			for s := range next {
+				l.release(ctx, s)
+			}
+		})
+	}
 }
 
 // find returns what anchor has locked, nil if nothing, for a caller who asks about

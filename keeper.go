@@ -126,12 +126,26 @@ func (k *keeper) plan(sent time.Time, err error) {
 	k.failures++
 	if err == nil {
 		k.failures = 0
-		if k.ttl > 0 {
-			k.deadline = sent.Add(k.ttl)
-			k.watchdog.Reset(time.Until(k.deadline) - k.margin)
-		}
+		k.extend(sent)
 	}
 	k.next.Reset(k.pause())
+}
+
+// renewed tells of a renewal by another hand, which was sent at a time.
+func (k *keeper) renewed(sent time.Time) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.ctx.Err() == nil {
+		k.extend(sent)
+	}
+}
+
+// extend moves the deadline to the TTL after sent. It needs k.mu.
+func (k *keeper) extend(sent time.Time) {
+	if deadline := sent.Add(k.ttl); k.ttl > 0 && deadline.After(k.deadline) {
+		k.deadline = deadline
+		k.watchdog.Reset(time.Until(deadline) - k.margin)
+	}
 }
 
 // pause is how long to wait for the next renewal. It is jittered: many holds that

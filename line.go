@@ -97,7 +97,7 @@ func (p *place) isFirst() bool {
 // contend waits for p to be first in its lines, and then tries until what it wants
 // is not held any more. doing says what is attempted, busy is the error for who waits
 // behind a caller of this process. If ctx ends the wait, see [ErrAcquireTimeout].
-func contend[T any](ctx context.Context, doing string, p *place, busy *HeldError, least, most time.Duration, try func() (T, error)) (T, error) {
+func contend[T any](ctx context.Context, doing string, p *place, busy error, least, most time.Duration, try func() (T, error)) (T, error) {
 	var none T
 	var held error // nil until it is known to be held
 	if !p.isFirst() {

@@ -101,30 +101,33 @@ FROM mine
 WHERE lock.eid = mine.eid;
 
 -- name: renew
--- (eids json, dropped json, fence, ttl, now) the rows of eids changed if those and the dropped still carry the token
--- and have not expired: they are renewed, the dropped are freed; none changed otherwise
+-- (eids json, dropped json, fence, ttl, now) the rows of eids changed if all of those still carry the token and have not
+-- expired: they are renewed, the dropped that carry it are freed; none changed otherwise
 WITH mine AS ( -- Lock first: an UPDATE alone would judge expiry before it waits for the row.
-    SELECT expires_at
+    SELECT eid, expires_at
     FROM coord_eidlock
     WHERE eid = ANY (ARRAY(SELECT jsonb_array_elements_text($1::jsonb || $2::jsonb)))
     AND fence = $3::bigint
     ORDER BY eid
     FOR NO KEY UPDATE
 ), judged AS ( -- Counting them makes now the moment when all are locked: one can expire while we wait for another.
-    SELECT coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) AS now, count(*) AS live, min(expires_at) AS ends FROM mine
+    SELECT coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) AS now, count(*) AS live, min(expires_at) AS ends
+    FROM mine
+    WHERE eid = ANY (ARRAY(SELECT jsonb_array_elements_text($1::jsonb))) -- Sent twice by the driver, the dropped are free by now, or another's.
 ), freed AS (
     UPDATE coord_eidlock AS lock
     SET expires_at = 'epoch'
     FROM judged
     WHERE lock.eid = ANY (ARRAY(SELECT jsonb_array_elements_text($2::jsonb)))
-    AND judged.live = jsonb_array_length($1::jsonb || $2::jsonb) AND judged.ends > judged.now
+    AND lock.fence = $3::bigint
+    AND judged.live = jsonb_array_length($1::jsonb) AND judged.ends > judged.now
 )
 UPDATE coord_eidlock AS lock
 SET dated = greatest(lock.dated, judged.now),
     expires_at = CASE WHEN judged.now < lock.dated THEN lock.expires_at ELSE judged.now + $4::bigint * interval '1 microsecond' END
 FROM judged
 WHERE lock.eid = ANY (ARRAY(SELECT jsonb_array_elements_text($1::jsonb)))
-AND judged.live = jsonb_array_length($1::jsonb || $2::jsonb) AND judged.ends > judged.now;
+AND judged.live = jsonb_array_length($1::jsonb) AND judged.ends > judged.now;
 
 -- name: release
 -- (eids json, fence) the rows changed that still carried the token
