@@ -51,7 +51,7 @@ type eidSQL struct {
 	acquire string // (eids json, owner, anchor, ttl, now, attempt) rows of (granted, fence, eid, owner, expires), or none
 	holder  string // (eids json, owner, anchor, now) row of (eid, owner, expires), or none
 	undo    string // (eids json, attempt) changes the rows of that attempt
-	renew   string // (eids json, dropped json, fence, ttl, now) changes rows if all still carry the token
+	renew   string // (eids json, fence, ttl, now) changes the rows with that token, if they are all
 	release string // (eids json, fence) changes the rows with that token
 	check   string // (eids json, fence, now) row, or none
 	guard   string // (eids json, fence, now) row, or none
@@ -120,8 +120,7 @@ type lockSet struct {
 	place  *place
 	keeper *keeper
 	lost   chan struct{}
-	ended  func() bool   // keeps the end of the hold from letting others through
-	turn   chan struct{} // holds one: who renews the set. A renewal of ids that are dropped meanwhile would find them lost.
+	ended  func() bool // keeps the end of the hold from letting others through
 
 	mu   sync.Mutex
 	ids  []string // sorted; only ever fewer
@@ -140,8 +139,7 @@ type lockSet struct {
 //
 // The wait ends with ctx or after [EIDConfig.AcquireDeadline]: see
 // [ErrAcquireTimeout]. It may include that for an open Guard of a former holder. A
-// call that fails leaves nothing locked, and what anchor had before as it was; if
-// that was being narrowed and the reply was lost, the ids are dropped all the same.
+// call that fails leaves nothing locked, and what anchor had before as it was.
 func (l *EIDLocker) AcquireLocks(ctx context.Context, anchor string, eIDs ...string) (err error) {
 	ids := slices.Compact(slices.Sorted(slices.Values(eIDs)))
 	if err := checkSet(anchor, ids); err != nil || len(ids) == 0 {
@@ -231,7 +229,7 @@ func (l *EIDLocker) again(ctx context.Context, anchor string, ids []string) (boo
 	return false, nil
 }
 
-// narrow renews ids, which must be among those of s, and drops the others. It
+// narrow renews ids, which must be among those of s, then frees the others. It
 // returns false if s is lost.
 func (l *EIDLocker) narrow(ctx context.Context, s *lockSet, ids []string) (bool, error) {
 	before, _ := s.all()
@@ -242,35 +240,34 @@ func (l *EIDLocker) narrow(ctx context.Context, s *lockSet, ids []string) (bool,
 	if len(dropped) != len(before)-len(ids) {
 		return false, ErrSetWidened
 	}
-	if err := s.enter(ctx); err != nil {
+	list, sent := jsonList(ids), time.Now()
+	held, err := l.renew(ctx, s.fence, list)
+	if err != nil || !held {
 		return false, err
 	}
-	defer s.leave()
-	ctx, cancel := context.WithTimeout(ctx, l.cfg.Heartbeat) // Renewals wait for it.
-	defer cancel()
-	list, sent := jsonList(ids), time.Now()
-	held, err := l.renew(ctx, s.fence, list, jsonList(dropped))
-	switch {
-	case err == nil && !held:
-		return false, nil
-	case err != nil && ctx.Err() == nil && l.c.classify(err) != FailureConnection:
-		return false, err // It did nothing.
-	case err != nil && len(dropped) > 0:
-		l.busy.Go(func() { l.free(context.Background(), s.anchor, jsonList(dropped), s.fence) })
-	}
-	if err == nil {
-		s.keeper.renewed(sent)
+	s.keeper.renewed(sent)
+	if len(dropped) == 0 {
+		return true, nil
 	}
 	s.mu.Lock()
 	s.ids, s.list = ids, list
 	s.mu.Unlock()
-	l.ids.leave(s.place, dropped...)
-	return held, err
+	freed := make(chan struct{})
+	l.busy.Go(func() {
+		defer close(freed)
+		l.free(context.WithoutCancel(ctx), s.anchor, jsonList(dropped), s.fence)
+		l.ids.leave(s.place, dropped...)
+	})
+	select {
+	case <-freed:
+	case <-ctx.Done():
+	}
+	return true, nil
 }
 
 // acquire locks ids for an anchor that has none.
 func (l *EIDLocker) acquire(ctx context.Context, doing, anchor string, ids []string, busy error) error {
-	s := &lockSet{anchor: anchor, ids: ids, list: jsonList(ids), lost: make(chan struct{}), turn: make(chan struct{}, 1)}
+	s := &lockSet{anchor: anchor, ids: ids, list: jsonList(ids), lost: make(chan struct{})}
 	s.place = l.ids.join(true, ids...)
 	held := false
 	defer func() {
@@ -339,6 +336,7 @@ func (l *EIDLocker) send(ctx context.Context, s *lockSet, attempt int64) (locked
 		switch {
 		case err != nil:
 			return lockedSet{}, err
+		case granted && fence == 0: // It has made rows.
 		case granted && (time.Since(sent) < l.cfg.TTL/2 || tries == 9): // Else it has waited, for a guard say, and would be lost soon.
 			return lockedSet{sent: sent, fence: fence}, nil
 		case id != "":
@@ -351,12 +349,7 @@ func (l *EIDLocker) send(ctx context.Context, s *lockSet, attempt int64) (locked
 // hold records the locks of s and keeps them alive.
 func (l *EIDLocker) hold(s *lockSet, deadline time.Time) {
 	s.keeper = keep(deadline, l.cfg.Heartbeat, l.cfg.TTL, l.cfg.TTL/10, func(ctx context.Context) (bool, error) {
-		if err := s.enter(ctx); err != nil {
-			return false, err
-		}
-		defer s.leave()
-		_, list := s.all()
-		held, err := l.renew(ctx, s.fence, list, "[]")
+		held, err := s.ask(func(list string) (bool, error) { return l.renew(ctx, s.fence, list) })
 		if errors.Is(err, ErrClosed) {
 			err = context.Canceled // The Coord's Close is about to release it, which is no loss.
 		}
@@ -371,11 +364,10 @@ func (l *EIDLocker) hold(s *lockSet, deadline time.Time) {
 	l.sets[s.anchor] = s
 }
 
-// renew renews a set and frees what is dropped of it, and tells whether it was
-// still held.
-func (l *EIDLocker) renew(ctx context.Context, fence int64, list, dropped string) (bool, error) {
+// renew renews ids of a set and tells whether they were still held.
+func (l *EIDLocker) renew(ctx context.Context, fence int64, list string) (bool, error) {
 	n, err := onPool(ctx, l.c, l.sql.table, func(ctx context.Context) (int64, error) {
-		return l.c.exec(ctx, l.sql.renew, list, dropped, fence, micros(l.cfg.TTL), l.c.now())
+		return l.c.exec(ctx, l.sql.renew, list, fence, micros(l.cfg.TTL), l.c.now())
 	})
 	return n > 0, err
 }
@@ -464,20 +456,17 @@ func (l *EIDLocker) assert(ctx context.Context, anchor string) error {
 	case s.keeper.err() != nil:
 		return ErrLost
 	}
-	held, err := l.check(ctx, s)
-	if held || err != nil {
-		return err
+	held, err := s.ask(func(list string) (bool, error) { return l.check(ctx, s.fence, list) })
+	if err == nil && !held {
+		s.keeper.end(ErrLost)
+		err = ErrLost
 	}
-	// Some of the ids may have been dropped just now: nobody does that during our turn.
-	if err := s.enter(ctx); err != nil {
-		return err
-	}
-	defer s.leave()
-	ctx, cancel := context.WithTimeout(ctx, l.cfg.Heartbeat) // Renewals wait for it.
-	defer cancel()
-	_, list := s.all()
+	return err
+}
+
+func (l *EIDLocker) check(ctx context.Context, fence int64, list string) (bool, error) {
 	return onPool(ctx, l.c, l.sql.table, func(ctx context.Context) (held bool, err error) {
-		rows, err := l.c.query(ctx, l.sql.check, list, s.fence, l.c.now())
+		rows, err := l.c.query(ctx, l.sql.check, list, fence, l.c.now())
 		err = scanRows(rows, err, func() error { return rows.Scan(&held) })
 		return held, err
 	})
@@ -501,8 +490,17 @@ func (l *EIDLocker) guard(ctx context.Context, tx DBTX, anchor string) error {
 	case s == nil || s.keeper.err() != nil:
 		return ErrLost
 	}
-	_, list := s.all()
-	return l.c.guard(ctx, tx, l.sql.table, l.sql.guard, list, s.fence, l.c.now())
+	held, err := s.ask(func(list string) (bool, error) {
+		err := l.c.guard(ctx, tx, l.sql.table, l.sql.guard, list, s.fence, l.c.now())
+		if errors.Is(err, ErrLost) {
+			return false, nil
+		}
+		return true, err
+	})
+	if !held {
+		return ErrLost
+	}
+	return err
 }
 
 // Lost returns a channel that is closed when the locks of anchor are lost, and not
@@ -580,17 +578,17 @@ func (l *EIDLocker) set(anchor string) *lockSet {
 	return l.sets[anchor]
 }
 
-// enter waits for the turn to renew the set.
-func (s *lockSet) enter(ctx context.Context) error {
-	select {
-	case s.turn <- struct{}{}:
-		return nil
-	case <-ctx.Done():
-		return ended(ctx)
+// ask tells whether the set is held by what do says of its ids. It asks again if some
+// of them were dropped meanwhile: they would be missed.
+func (s *lockSet) ask(do func(list string) (bool, error)) (bool, error) {
+	for {
+		_, list := s.all()
+		held, err := do(list)
+		if _, now := s.all(); held || err != nil || list == now {
+			return held, err
+		}
 	}
 }
-
-func (s *lockSet) leave() { <-s.turn }
 
 // all is the ids of the set, and the same as they are sent.
 func (s *lockSet) all() (ids []string, list string) {

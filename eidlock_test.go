@@ -133,16 +133,14 @@ func (db *eidDB) run(s statement) driver.Rows {
 	case db.sql.release:
 		return changed{rows: end(ids, func(row eidRow) bool { return row.fence == number(1) })}
 	case db.sql.renew:
-		fence := number(2)
-		if !all(ids, fence) {
+		if !all(ids, number(1)) {
 			return changed{}
 		}
 		for _, id := range ids {
 			row := db.rows[id]
-			row.expires = now.Add(time.Duration(number(3)) * time.Microsecond)
+			row.expires = now.Add(time.Duration(number(2)) * time.Microsecond)
 			db.rows[id] = row
 		}
-		end(idsOf(s.args[1]), func(row eidRow) bool { return row.fence == fence })
 		return changed{rows: int64(len(ids))}
 	case db.sql.check:
 		if all(ids, number(1)) {
@@ -290,8 +288,7 @@ func testEIDStatements(t *testing.T) {
 	const all = `["1","2","3"]`
 
 	// The first statement makes the rows. Ids are sorted by bytes, each once.
-	mock.ExpectQuery(s.acquire).WithArgs(all, "we", "a", minute, now, sqlmock.AnyArg()).WillReturnRows(acquired())
-	mock.ExpectQuery(s.holder).WithArgs(all, "we", "a", now).WillReturnRows(holder())
+	mock.ExpectQuery(s.acquire).WithArgs(all, "we", "a", minute, now, sqlmock.AnyArg()).WillReturnRows(acquired().AddRow(true, 0, "", "", 0))
 	mock.ExpectQuery(s.acquire).WithArgs(all, "we", "a", minute, now, sqlmock.AnyArg()).WillReturnRows(acquired().AddRow(true, 7, "", "we", now+minute))
 	if err := l.AcquireLocks(ctx, "a", "3", "1", "2", "3", "1"); err != nil {
 		t.Fatal(err)
@@ -300,11 +297,12 @@ func testEIDStatements(t *testing.T) {
 	if err := l.AssertLocksHeld(ctx, "a"); err != nil {
 		t.Errorf("AssertLocksHeld = %v", err)
 	}
-	mock.ExpectExec(s.renew).WithArgs(all, "[]", 7, minute, now).WillReturnResult(sqlmock.NewResult(0, 3))
+	mock.ExpectExec(s.renew).WithArgs(all, 7, minute, now).WillReturnResult(sqlmock.NewResult(0, 3))
 	if err := l.AcquireLocks(ctx, "a", "1", "2", "3"); err != nil {
 		t.Errorf("AcquireLocks of the same = %v", err)
 	}
-	mock.ExpectExec(s.renew).WithArgs(`["1","3"]`, `["2"]`, 7, minute, now).WillReturnResult(sqlmock.NewResult(0, 2))
+	mock.ExpectExec(s.renew).WithArgs(`["1","3"]`, 7, minute, now).WillReturnResult(sqlmock.NewResult(0, 2))
+	mock.ExpectExec(s.release).WithArgs(`["2"]`, 7).WillReturnResult(sqlmock.NewResult(0, 1))
 	if err := l.AcquireLocks(ctx, "a", "3", "1"); err != nil {
 		t.Errorf("AcquireLocks of fewer = %v", err)
 	}
@@ -667,7 +665,7 @@ func TestEIDHeartbeat(t *testing.T) {
 			if pause := s.at.Sub(last); pause < 9*time.Second || pause > 10*time.Second {
 				t.Errorf("%v between renewals, want 9 s to 10 s", pause)
 			}
-			if s.args[0].Value != `["1","2"]` || s.args[1].Value != "[]" || s.args[2].Value != int64(1) || s.args[3].Value != int64(30e6) {
+			if s.args[0].Value != `["1","2"]` || s.args[1].Value != int64(1) || s.args[2].Value != int64(30e6) {
 				t.Errorf("renewed %v", s.args)
 			}
 			last = s.at
@@ -991,8 +989,7 @@ func TestEIDNarrowFails(t *testing.T) {
 	})
 }
 
-// TestEIDNarrowUnknown: if nobody knows whether it was narrowed it is, and what is
-// dropped is freed in the background.
+// TestEIDNarrowUnknown: if nobody knows whether it was renewed the set stays as it was.
 func TestEIDNarrowUnknown(t *testing.T) {
 	for _, test := range []struct {
 		name          string
@@ -1021,78 +1018,87 @@ func TestEIDNarrowUnknown(t *testing.T) {
 					t.Errorf("AcquireLocks of fewer = %v, want %v", err, test.want)
 				}
 				db.hook(nil, nil)
-				time.Sleep(time.Minute)
-				wantHolding(t, db, "2:a")
-				for _, s := range db.of(db.sql.release) {
-					if s.args[0].Value != `["1","3"]` || s.args[1].Value != int64(1) {
-						t.Errorf("released %v, want 1 and 3 with token 1", s.args)
-					}
-				}
-				wantErrors(t, "AcquireLocks of what was dropped", l.AcquireLocks(t.Context(), "a", "1", "2"), ErrSetWidened)
-				mustLock(t, l, "b", "1", "3")
 				time.Sleep(3 * time.Hour)
-				wantHolding(t, db, "1:b 2:a 3:b")
+				wantHolding(t, db, "1:a 2:a 3:a")
+				if n := len(db.of(db.sql.release)); n != 0 || isLost(l, "a") {
+					t.Errorf("%d releases, lost %v, want none", n, isLost(l, "a"))
+				}
+				mustLock(t, l, "a", "1", "2", "3")
+				mustLock(t, l, "a", "2")
+				wantHolding(t, db, "2:a")
 				l.ReleaseLocks(t.Context(), "a")
-				l.ReleaseLocks(t.Context(), "b")
 				wantEmpty(t, l)
 			})
 		})
 	}
 }
 
-// TestEIDNarrowWaitsForTheHeartbeat: one that was sent before with all ids would
-// find the dropped ones lost.
-func TestEIDNarrowWaitsForTheHeartbeat(t *testing.T) {
+// TestEIDNarrowFreesLate: once renewed the set is narrowed. What it drops is freed by
+// itself if the caller leaves, and others of this process come after that.
+func TestEIDNarrowFreesLate(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, db := newEIDs(t, Config{})
+		l := newLocker(t, c, EIDConfig{})
+		mustLock(t, l, "a", "1", "2", "3")
+		db.hook(func(s statement) error {
+			if s.text == db.sql.release {
+				time.Sleep(3 * time.Second)
+			}
+			return nil
+		}, nil)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		start := time.Now()
+		if err := l.AcquireLocks(ctx, "a", "2"); err != nil || time.Since(start) != time.Second {
+			t.Errorf("AcquireLocks of fewer = %v after %v, want nil after 1 s", err, time.Since(start))
+		}
+		mustLock(t, l, "b", "1", "3")
+		if took := time.Since(start); took < 3*time.Second || took > 4*time.Second {
+			t.Errorf("the next had them after %v, want it after the release", took)
+		}
+		if n := len(db.of(db.sql.acquire)); n != 2 {
+			t.Errorf("%d acquisitions, want 2", n)
+		}
+		wantHolding(t, db, "1:b 2:a 3:b")
+		l.ReleaseLocks(t.Context(), "a")
+		l.ReleaseLocks(t.Context(), "b")
+		wantEmpty(t, l)
+	})
+}
+
+// TestEIDNarrowBeside: what was sent with all ids, and finds some of them freed, is no
+// loss.
+func TestEIDNarrowBeside(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, db := newEIDs(t, Config{})
 		l := newLocker(t, c, EIDConfig{})
 		mustLock(t, l, "a", "1", "2")
-		inFlight, most := 0, 0
-		var mu sync.Mutex
-		db.hook(func(s statement) error {
-			mu.Lock()
-			inFlight++
-			most = max(most, inFlight)
-			mu.Unlock()
-			time.Sleep(time.Second)
+		slow := func(s statement) error {
+			if (s.text == db.sql.renew || s.text == db.sql.check) && s.args[0].Value == `["1","2"]` {
+				time.Sleep(time.Second)
+			}
 			return nil
-		}, func(statement) error {
-			mu.Lock()
-			defer mu.Unlock()
-			inFlight--
-			return nil
-		})
+		}
+		db.hook(slow, nil)
 		for len(db.of(db.sql.renew)) == 0 {
 			time.Sleep(time.Millisecond)
 		}
-		var wg sync.WaitGroup
-		wg.Go(func() {
-			if err := l.AssertLocksHeld(t.Context(), "a"); err != nil {
-				t.Errorf("AssertLocksHeld = %v", err)
-			}
-		})
-		wg.Go(func() {
-			if err := l.AcquireLocks(t.Context(), "a", "1"); err != nil {
-				t.Errorf("AcquireLocks of fewer = %v", err)
-			}
-		})
-		wg.Wait()
-		if isLost(l, "a") || most != 1 {
-			t.Errorf("lost %v, %d statements at once, want one after the other", isLost(l, "a"), most)
-		}
-		ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
-		defer cancel()
-		go l.AssertLocksHeld(t.Context(), "a")
+		asserted := make(chan error, 1)
+		go func() { asserted <- l.AssertLocksHeld(t.Context(), "a") }()
 		synctest.Wait()
-		start := time.Now()
-		wantErrors(t, "AssertLocksHeld", l.AssertLocksHeld(ctx, "a"), context.DeadlineExceeded)
-		if took := time.Since(start); took != 500*time.Millisecond {
-			t.Errorf("AssertLocksHeld took %v, want it to leave the queue with its context", took)
+		mustLock(t, l, "a", "1")
+		wantHolding(t, db, "1:a")
+		if err := <-asserted; err != nil {
+			t.Errorf("AssertLocksHeld = %v", err)
 		}
-		ctx, cancel = context.WithTimeout(t.Context(), 200*time.Millisecond)
-		defer cancel()
-		wantErrors(t, "AcquireLocks", l.AcquireLocks(ctx, "a", "1"), context.DeadlineExceeded)
 		time.Sleep(time.Minute)
+		if isLost(l, "a") {
+			t.Error("the set is lost")
+		}
+		wantHolding(t, db, "1:a")
+		if n := len(db.of(db.sql.check)); n != 2 {
+			t.Errorf("%d checks, want the second with what is left", n)
+		}
 		l.ReleaseLocks(t.Context(), "a")
 	})
 }
@@ -1458,7 +1464,7 @@ func TestEIDLostWhileItIsNarrowed(t *testing.T) {
 		lost := l.Lost("a")
 		time.Sleep(26 * time.Second)
 		db.hook(func(s statement) error {
-			if s.text == db.sql.renew && s.args[1].Value == "[]" {
+			if s.text == db.sql.renew && s.args[0].Value == `["1","2"]` {
 				return &pq.Error{Code: "57P01"}
 			}
 			return nil
@@ -1503,8 +1509,8 @@ func TestEIDStuckCheck(t *testing.T) {
 				}, nil)
 				start := time.Now()
 				wantErrors(t, name, call(l), context.DeadlineExceeded)
-				if took := time.Since(start); took != 2*time.Second {
-					t.Errorf("%s took %v, want 2 s", name, took)
+				if took := time.Since(start); took != 5*time.Second {
+					t.Errorf("%s took %v, want 5 s", name, took)
 				}
 				time.Sleep(time.Minute)
 				if isLost(l, "a") {
@@ -1593,14 +1599,9 @@ func TestEIDNothingIsRenewedDuringARelease(t *testing.T) {
 		}
 		time.Sleep(time.Minute)
 		mustLock(t, l, "a", "1", "2")
-		db.hook(func(s statement) error {
-			if s.text == db.sql.release || s.text == db.sql.renew && s.args[1].Value != "[]" {
-				return &pq.Error{Code: "57P01"}
-			}
-			return nil
-		}, nil)
+		db.hook(failing(db.sql.release, &pq.Error{Code: "57P01"}), nil)
 		start := time.Now()
-		l.AcquireLocks(t.Context(), "a", "1")
+		mustLock(t, l, "a", "1")
 		time.Sleep(time.Minute)
 		tries := db.of(db.sql.release)
 		if took := tries[len(tries)-1].at.Sub(start); took > releaseTime || took < releaseTime-time.Second {
@@ -1617,18 +1618,21 @@ func TestEIDReacquiringRenews(t *testing.T) {
 		c, db := newEIDs(t, Config{})
 		l := newLocker(t, c, EIDConfig{})
 		mustLock(t, l, "a", "1", "2")
+		fails := failing(db.sql.renew, &pq.Error{Code: "57P01"})
+		db.hook(fails, nil)
+		time.Sleep(26 * time.Second)
 		db.hook(func(s statement) error {
-			if s.text == db.sql.renew && s.args[1].Value == "[]" {
-				return &pq.Error{Code: "57P01"}
+			if s.args[0].Value == `["1"]` {
+				return nil
 			}
-			return nil
+			return fails(s)
 		}, func(s statement) error {
 			if s.text == db.sql.renew {
 				time.Sleep(500 * time.Millisecond)
+				db.hook(fails, nil)
 			}
 			return nil
 		})
-		time.Sleep(26 * time.Second)
 		sent := time.Now()
 		mustLock(t, l, "a", "1")
 		<-l.Lost("a")

@@ -154,7 +154,7 @@ func TestRoundTrips(t *testing.T) {
 				ids.ReleaseLocks(ctx, "tx")
 				return err
 			}},
-			{"lock 3 ids, drop one and release", 3, func() error {
+			{"lock 3 ids, renew 2, drop one and release", 4, func() error {
 				err := errors.Join(ids.AcquireLocks(ctx, "tx", "a", "b", "c"), ids.AcquireLocks(ctx, "tx", "a", "b"))
 				ids.ReleaseLocks(ctx, "tx")
 				return err

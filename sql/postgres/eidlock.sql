@@ -19,7 +19,7 @@ INSERT INTO coord_format (table_name, format) VALUES ('coord_eidlock', 1) ON CON
 
 -- name: acquire
 -- (eids json, owner, anchor, ttl, now, attempt) row of (granted, fence, eid, owner, expires), one that is held if not
--- granted; none if it has made rows, or a rival was faster: it is to be sent again then
+-- granted; none if a rival was faster; a grant with token 0 has made rows and is to be sent again
 WITH seen AS MATERIALIZED (
     SELECT eid, owner, anchor, expires_at
     FROM coord_eidlock
@@ -41,6 +41,7 @@ WITH seen AS MATERIALIZED (
     AND NOT EXISTS (SELECT FROM seen WHERE seen.eid = value)
     ORDER BY value COLLATE "C"
     ON CONFLICT (eid) DO NOTHING
+    RETURNING eid
 ), mine AS ( -- Every row is owned before any is changed, so nothing has to be undone.
     SELECT expires_at <= coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp())
         OR owner = $2::text AND anchor = $3::text
@@ -72,6 +73,9 @@ SELECT true, fence, '', $2::text, (extract(epoch FROM now) * 1000000)::bigint + 
 FROM judged
 WHERE EXISTS (SELECT FROM won)
 UNION ALL
+SELECT true, 0, '', '', 0
+WHERE EXISTS (SELECT FROM made)
+UNION ALL
 SELECT false, 0, eid, owner, (extract(epoch FROM expires_at) * 1000000)::bigint FROM held;
 
 -- name: holder
@@ -101,30 +105,20 @@ FROM mine
 WHERE lock.eid = mine.eid;
 
 -- name: renew
--- (eids json, dropped json, fence, ttl, now) the rows of eids changed if all of those still carry the token and have not
--- expired: they are renewed, the dropped that carry it are freed; none changed otherwise
+-- (eids json, fence, ttl, now) the rows changed if all of them still carry the token and have not expired, else none
 WITH mine AS ( -- Lock first: an UPDATE alone would judge expiry before it waits for the row.
-    SELECT eid, expires_at
+    SELECT expires_at
     FROM coord_eidlock
-    WHERE eid = ANY (ARRAY(SELECT jsonb_array_elements_text($1::jsonb || $2::jsonb)))
-    AND fence = $3::bigint
+    WHERE eid = ANY (ARRAY(SELECT jsonb_array_elements_text($1::jsonb)))
+    AND fence = $2::bigint
     ORDER BY eid
     FOR NO KEY UPDATE
 ), judged AS ( -- Counting them makes now the moment when all are locked: one can expire while we wait for another.
-    SELECT coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) AS now, count(*) AS live, min(expires_at) AS ends
-    FROM mine
-    WHERE eid = ANY (ARRAY(SELECT jsonb_array_elements_text($1::jsonb))) -- Sent twice by the driver, the dropped are free by now, or another's.
-), freed AS (
-    UPDATE coord_eidlock AS lock
-    SET expires_at = 'epoch'
-    FROM judged
-    WHERE lock.eid = ANY (ARRAY(SELECT jsonb_array_elements_text($2::jsonb)))
-    AND lock.fence = $3::bigint
-    AND judged.live = jsonb_array_length($1::jsonb) AND judged.ends > judged.now
+    SELECT coalesce(to_timestamp($4::bigint / 1e6), clock_timestamp()) AS now, count(*) AS live, min(expires_at) AS ends FROM mine
 )
 UPDATE coord_eidlock AS lock
 SET dated = greatest(lock.dated, judged.now),
-    expires_at = CASE WHEN judged.now < lock.dated THEN lock.expires_at ELSE judged.now + $4::bigint * interval '1 microsecond' END
+    expires_at = CASE WHEN judged.now < lock.dated THEN lock.expires_at ELSE judged.now + $3::bigint * interval '1 microsecond' END
 FROM judged
 WHERE lock.eid = ANY (ARRAY(SELECT jsonb_array_elements_text($1::jsonb)))
 AND judged.live = jsonb_array_length($1::jsonb) AND judged.ends > judged.now;

@@ -56,20 +56,17 @@ WHERE eid IN (SELECT value FROM json_each(?1)) AND attempt = ?2
 AND expires_at > 0;
 
 -- name: renew
--- (eids json, dropped json, fence, ttl, now) rows changed if all of eids still carry the token and have not expired:
--- they are renewed, the dropped that carry it are freed; none changed otherwise
+-- (eids json, fence, ttl, now) the rows changed if all of them still carry the token and have not expired, else none
 UPDATE coord_eidlock
-SET dated = max(dated, coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)),
-    expires_at = CASE WHEN eid IN (SELECT value FROM json_each(?2)) THEN 0
-        WHEN coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000) < dated THEN expires_at
-        ELSE coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000 + 1000) + ?4 END
-WHERE eid IN (SELECT value FROM json_each(?1) UNION ALL SELECT value FROM json_each(?2))
-AND fence = ?3
-AND ( -- Of the dropped nothing is asked: sent twice by the driver, they are free by now, or another's.
+SET dated = max(dated, coalesce(?4, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)),
+    expires_at = CASE WHEN coalesce(?4, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000) < dated THEN expires_at
+        ELSE coalesce(?4, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000 + 1000) + ?3 END
+WHERE eid IN (SELECT value FROM json_each(?1))
+AND (
     SELECT count(*)
     FROM coord_eidlock
-    WHERE eid IN (SELECT value FROM json_each(?1)) AND fence = ?3
-    AND expires_at > coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)
+    WHERE eid IN (SELECT value FROM json_each(?1)) AND fence = ?2
+    AND expires_at > coalesce(?4, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)
 ) = json_array_length(?1);
 
 -- name: release
