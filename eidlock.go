@@ -140,7 +140,7 @@ type lockSet struct {
 // The wait ends with ctx or after [EIDConfig.AcquireDeadline]: see
 // [ErrAcquireTimeout]. It may include that for an open Guard of a former holder. A
 // call that fails leaves nothing locked, and what anchor had before as it was.
-func (l *EIDLocker) AcquireLocks(ctx context.Context, anchor string, eIDs ...string) (err error) {
+func (l *EIDLocker) AcquireLocks(ctx context.Context, anchor string, eIDs ...string) error {
 	ids := slices.Compact(slices.Sorted(slices.Values(eIDs)))
 	if err := checkSet(anchor, ids); err != nil || len(ids) == 0 {
 		return wrap("acquire locks", err)
@@ -151,15 +151,19 @@ func (l *EIDLocker) AcquireLocks(ctx context.Context, anchor string, eIDs ...str
 		return wrap(doing, err)
 	}
 	defer done()
-	defer func() {
-		if err == nil && l.life.Err() != nil {
-			err = wrap(doing, ErrClosed) // Close has freed them, or will.
-		}
-	}()
+	err = l.inTurn(ctx, doing, anchor, ids)
+	if err == nil && l.life.Err() != nil {
+		return wrap(doing, ErrClosed) // Close has freed them, or will.
+	}
+	return err
+}
+
+// inTurn waits for earlier calls for the anchor, then acquires.
+func (l *EIDLocker) inTurn(ctx context.Context, doing, anchor string, ids []string) error {
 	turn := l.anchors.join(true, anchor)
 	defer l.anchors.leave(turn, anchor)
-	queued := !turn.isFirst()
 	busy := &HeldError{What: setName(anchor), Owner: l.cfg.Owner}
+	queued := !turn.isFirst()
 	if queued {
 		select {
 		case <-turn.first:
@@ -170,7 +174,7 @@ func (l *EIDLocker) AcquireLocks(ctx context.Context, anchor string, eIDs ...str
 	if again, err := l.again(ctx, anchor, ids); again || err != nil {
 		return wrap(doing, err)
 	}
-	err = l.acquire(ctx, doing, anchor, ids, busy)
+	err := l.acquire(ctx, doing, anchor, ids, busy)
 	if err != nil && queued && !errors.Is(err, ErrHeld) {
 		return waited(ctx, doing, busy, err)
 	}
@@ -319,7 +323,8 @@ type lockedSet struct {
 	held  *HeldError // nil if the locks were granted
 }
 
-// send sends the acquisition, again if it has made rows.
+// send sends the acquisition, again if it has made rows, or if it has waited for so
+// long, for a guard say, that the locks would be lost soon.
 func (l *EIDLocker) send(ctx context.Context, s *lockSet, attempt int64) (lockedSet, error) {
 	var granted bool
 	var fence, expires int64
@@ -337,7 +342,7 @@ func (l *EIDLocker) send(ctx context.Context, s *lockSet, attempt int64) (locked
 		case err != nil:
 			return lockedSet{}, err
 		case granted && fence == 0: // It has made rows.
-		case granted && (time.Since(sent) < l.cfg.TTL/2 || tries == 9): // Else it has waited, for a guard say, and would be lost soon.
+		case granted && (time.Since(sent) < l.cfg.TTL/2 || tries == 9):
 			return lockedSet{sent: sent, fence: fence}, nil
 		case id != "":
 			return lockedSet{held: &HeldError{What: "id " + id, Owner: owner, ExpiresAt: time.UnixMicro(expires)}}, nil

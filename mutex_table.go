@@ -114,12 +114,13 @@ type locked struct {
 	held *HeldError // nil if the lock was granted
 }
 
-// try sends the acquisition, again if it has made the row.
+// try sends the acquisition, again if it has made the row, or if it has waited for so
+// long, for a guard say, that the lock would be lost soon.
 func (d *TableDriver) try(ctx context.Context, name, key string, ttl time.Duration, attempt int64) (locked, error) {
 	var granted bool
 	var holder string
 	var fence, expires int64
-	for range 10 { // Purge may take the row away in between, but not ten times.
+	for tries := range 10 { // Purge may take the row away in between, but not ten times.
 		granted, holder = false, ""
 		sent := time.Now()
 		rows, err := d.c.query(ctx, d.acquire, key, d.c.Owner(), micros(ttl), d.c.now(), attempt)
@@ -127,7 +128,7 @@ func (d *TableDriver) try(ctx context.Context, name, key string, ttl time.Durati
 		if err != nil {
 			return locked{}, err
 		}
-		if granted && fence > 0 {
+		if granted && fence > 0 && (time.Since(sent) < ttl/2 || tries == 9) {
 			return locked{lock: DriverLock{Name: name, Fence: fence, Deadline: sent.Add(ttl)}}, nil
 		}
 		if !granted {

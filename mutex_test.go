@@ -314,6 +314,27 @@ func TestTableDriverStatements(t *testing.T) {
 	}
 }
 
+// TestTableDriverSlowGrant: a lock whose grant came when it was nearly over is asked
+// for again, by the same attempt.
+func TestTableDriverSlowGrant(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, mock := newMock(t, Config{Owner: "me"})
+		d, err := c.TableDriver(DriverConfig{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		row := func(fence int64) *sqlmock.Rows {
+			return sqlmock.NewRows([]string{"granted", "owner", "fence", "expires"}).AddRow(true, "me", fence, 0)
+		}
+		mock.ExpectQuery(d.acquire).WillDelayFor(31 * time.Second).WillReturnRows(row(7))
+		mock.ExpectQuery(d.acquire).WillDelayFor(time.Second).WillReturnRows(row(8))
+		lock, err := d.Acquire(t.Context(), "m", time.Minute)
+		if left := time.Until(lock.Deadline); err != nil || lock.Fence != 8 || left != 59*time.Second {
+			t.Errorf("Acquire = %+v, %v, for %v, want token 8 for 59 s", lock, err, left)
+		}
+	})
+}
+
 // TestTableDriverLostReply: the grant that may be there is released by its attempt,
 // once it is known, or not at all if the acquisition failed for sure.
 func TestTableDriverLostReply(t *testing.T) {
