@@ -729,7 +729,10 @@ func move(db *sql.DB, l *coord.EIDLocker, anchor string) error {
 	}
 	balances := make([]int, len(ids))
 	for i, id := range ids {
-		if err := db.QueryRowContext(ctx, fmt.Sprint("SELECT balance FROM account WHERE id = ", id)).Scan(&balances[i]); err != nil {
+		err := serialized(func() error {
+			return db.QueryRowContext(ctx, fmt.Sprint("SELECT balance FROM account WHERE id = ", id)).Scan(&balances[i])
+		})
+		if err != nil {
 			return err
 		}
 	}
@@ -738,8 +741,13 @@ func move(db *sql.DB, l *coord.EIDLocker, anchor string) error {
 		balances[i] -= amount
 		balances[(i+1)%len(ids)] += amount
 	}
+	return serialized(func() error { return store(ctx, db, l, anchor, ids, balances) })
+}
+
+// serialized runs what is not coord's again if it has failed to serialize.
+func serialized(do func() error) error {
 	for {
-		err := store(ctx, db, l, anchor, ids, balances)
+		err := do()
 		var server interface{ SQLState() string }
 		if !errors.As(err, &server) || server.SQLState() != "40001" {
 			return err
@@ -747,8 +755,7 @@ func move(db *sql.DB, l *coord.EIDLocker, anchor string) error {
 	}
 }
 
-// store writes the balances under a guard. Under serializable isolation it may have
-// to be run again.
+// store writes the balances under a guard.
 func store(ctx context.Context, db *sql.DB, l *coord.EIDLocker, anchor string, ids, balances []int) error {
 	tx, err := db.Begin()
 	if err != nil {
