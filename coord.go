@@ -140,7 +140,8 @@ type Coord struct {
 	members      MemberStore
 	reservations ReservationStore
 	advisory     advisorySQL
-	session      *session     // carries leases and members
+	session      *session // carries leases and members
+	roll         roll
 	attempts     atomic.Int64 // the last attempt's id
 	prepared     sync.Map     // *sql.Stmt on the pool, by text
 
