@@ -121,7 +121,10 @@ func (r *runner) list(so func(*work) bool) []*work {
 // that will not pass.
 func (r *runner) loop() error {
 	for {
-		err := r.step()
+		var err error
+		if r.ctx.Err() == nil { // Else quit knows the order of things.
+			err = r.step()
+		}
 		switch {
 		case errors.Is(context.Cause(r.ctx), ErrClosed) || errors.Is(err, ErrClosed):
 			return ErrClosed
