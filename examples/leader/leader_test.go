@@ -10,20 +10,39 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
 )
 
+// output is what the program has printed so far.
+type output struct {
+	mu   sync.Mutex
+	text bytes.Buffer
+}
+
+func (o *output) Write(text []byte) (int, error) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.text.Write(text)
+}
+
+func (o *output) String() string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.text.String()
+}
+
 // program is the built program, as it runs in a test: in a process group of its own,
 // as a terminal would have it, with a temporary directory of its own.
-func program(t *testing.T, args ...string) (cmd *exec.Cmd, out *bytes.Buffer, tmp string) {
+func program(t *testing.T, args ...string) (cmd *exec.Cmd, out *output, tmp string) {
 	t.Helper()
 	bin := filepath.Join(t.TempDir(), "leader")
 	if out, err := exec.Command("go", "build", "-o", bin, ".").CombinedOutput(); err != nil {
 		t.Fatalf("go build: %v\n%s", err, out)
 	}
-	out, tmp = new(bytes.Buffer), t.TempDir()
+	out, tmp = new(output), t.TempDir()
 	cmd = exec.CommandContext(t.Context(), bin, args...)
 	cmd.Env = append(os.Environ(), "TMPDIR="+tmp)
 	cmd.Stdout, cmd.Stderr = out, out
@@ -33,7 +52,7 @@ func program(t *testing.T, args ...string) (cmd *exec.Cmd, out *bytes.Buffer, tm
 
 // wantEnd checks how the program has ended: with this exit status, no process and no
 // file left.
-func wantEnd(t *testing.T, cmd *exec.Cmd, out *bytes.Buffer, tmp string, status int) {
+func wantEnd(t *testing.T, cmd *exec.Cmd, out *output, tmp string, status int) {
 	t.Helper()
 	if got := cmd.ProcessState.ExitCode(); got != status {
 		t.Errorf("exit status %d, want %d; output:\n%s", got, status, out)
@@ -73,7 +92,11 @@ func TestInterrupt(t *testing.T) {
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	time.Sleep(500 * time.Millisecond) // Wherever it is by then.
+	for end := time.Now().Add(20 * time.Second); !strings.Contains(out.String(), "leads"); time.Sleep(20 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("no leader; output:\n%s", out)
+		}
+	}
 	if err := syscall.Kill(-cmd.Process.Pid, syscall.SIGINT); err != nil {
 		t.Fatal(err)
 	}
