@@ -30,7 +30,6 @@ type simulation struct {
 	leases     *coord.LeaseStore
 	partitions int
 	slow       time.Duration // the most that fn takes to return; less than the margin
-	cancel     context.CancelFunc
 
 	mu       sync.Mutex
 	nodes    map[string]*simulated // those that live
@@ -43,7 +42,7 @@ type simulation struct {
 const (
 	simTTL       = 3 * time.Second
 	simHeartbeat = time.Second
-	simMargin    = simTTL / 10
+	simTrip      = 10 * time.Millisecond // the most that a statement takes to arrive, and its reply
 )
 
 // simulated is a node: a process with a connection that can be bad.
@@ -232,9 +231,11 @@ func (n *simulated) begin(partition int) bool {
 	return true
 }
 
-// gate lets a statement through, or holds it up, or cuts its connection: before it is
-// sent, or before its reply arrives.
+// gate lets a statement through, which takes its time on the way and on the way back,
+// or holds it up, or cuts its connection, on either way.
 func (n *simulated) gate(do func() error) error {
+	time.Sleep(rand.N(simTrip))
+	defer func() { time.Sleep(rand.N(simTrip)) }()
 	if before := rand.N(2) == 0; before {
 		if err := n.interrupt(); err != nil {
 			return err

@@ -530,3 +530,32 @@ func TestRunDatabaseRestart(t *testing.T) {
 		})
 	}
 }
+
+// TestRunOpenGuard: a partition whose former owner's guarded transaction is still open
+// is waited for, and the node's other fns go on meanwhile.
+func TestRunOpenGuard(t *testing.T) {
+	only(t, "postgres-pgx", func(t *testing.T, e *env) {
+		cfg := e.config()
+		cfg.Timeout = 500 * time.Millisecond
+		lease, err := e.coord(t).Leases().Acquire(t.Context(), "jobs", 0, "dead", time.Second)
+		if err != nil {
+			t.Fatal(err)
+		}
+		tx, err := e.db.Begin()
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer tx.Rollback()
+		if err := e.coord(t).Leases().Guard(t.Context(), tx, lease); err != nil {
+			t.Fatal(err)
+		}
+		var m marks
+		runNode(t, newCoord(t, e.open(t), e.dialect, cfg), "a", 4, 3*time.Second, &m)
+		time.Sleep(5 * time.Second) // Longer than a lease lasts that is not renewed.
+		if running := m.running(); len(m.list()) != 3 || running[0] != "" {
+			t.Errorf("while the guard is open: %+v, want three that go on", m.list())
+		}
+		tx.Rollback()
+		eventually(t, "the partition is taken over", func() bool { return m.balanced(4, "a") })
+	})
+}
