@@ -845,6 +845,21 @@ func TestRunTwice(t *testing.T) {
 	})
 }
 
+// TestRunMemberGone: a node that is no member any more has not lost its leases. It
+// joins again before it acts.
+func TestRunMemberGone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newCluster(t)
+		r := f.begin(t, 2, nil)
+		time.Sleep(time.Second)
+		f.set(func() { delete(f.members, "a") })
+		time.Sleep(time.Second)
+		if ends := append(r.ends(0), r.ends(1)...); len(ends) > 0 || f.member("a").groups == "" {
+			t.Errorf("ended %v, the member is %+v, want it back and no end", ends, f.member("a"))
+		}
+	})
+}
+
 // TestRunAgain: a process that starts again under its name has its partitions back at
 // once, at new epochs.
 func TestRunAgain(t *testing.T) {

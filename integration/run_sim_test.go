@@ -428,6 +428,7 @@ func (s *simulation) apply(newcomer string, step step) string {
 	alone := len(names) == 1 // Somebody must stay.
 	switch {
 	case step.kind == "join":
+		newcomer = fmt.Sprintf("%c-%s", 'a'+step.which*2, newcomer) // Names have nothing to do with ages.
 		s.join(newcomer)
 		return newcomer
 	case step.kind == "stall", step.kind == "cut":
