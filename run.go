@@ -62,10 +62,6 @@ var (
 	errPanicked = errors.New("coord: the work on another partition has panicked")
 )
 
-// errNoMember: the membership has expired while the database was out of reach, or was
-// ended by somebody else. Who acted now would give up what is dealt to others.
-var errNoMember = errors.New("the membership has expired")
-
 // RunPartitions joins the service and works on this node's share of the group's
 // partitions until ctx ends: it calls fn, on a goroutine of its own, for each
 // partition that becomes this node's. The shares of the live nodes differ by at most
@@ -114,7 +110,7 @@ func (c *Coord) RunPartitions(ctx context.Context, cfg PartitionConfig, fn func(
 
 // RunLeader works as leader among all who call it with the same name: one of them at
 // a time, which fn is called for. It is [Coord.RunPartitions] with one partition, and
-// name for service and group; ttl 0 is 15 s.
+// name for service and group, so name must be no other group's; ttl 0 is 15 s.
 func (c *Coord) RunLeader(ctx context.Context, name string, ttl time.Duration, fn func(ctx context.Context, lease Lease) error) error {
 	return c.RunPartitions(ctx, PartitionConfig{Service: name, Group: name, Partitions: 1, TTL: ttl}, fn)
 }
@@ -159,8 +155,10 @@ type membership struct{ service, node string }
 func (l *roll) enter(m membership, group string) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if _, runs := l.runs[m][group]; runs {
-		return &HeldError{What: "run of group " + group, Owner: m.node}
+	for other, groups := range l.runs { // Of whatever service: leases go by group and node.
+		if _, runs := groups[group]; runs && other.node == m.node {
+			return &HeldError{What: "run of group " + group, Owner: m.node}
+		}
 	}
 	if l.runs == nil {
 		l.runs = map[membership]map[string]bool{}

@@ -827,8 +827,12 @@ func TestRunTwice(t *testing.T) {
 		if err := f.c.RunPartitions(t.Context(), cfg, work); !errors.Is(err, ErrHeld) {
 			t.Errorf("a second run = %v, want ErrHeld", err)
 		}
+		cfg.Service = "other"
+		if err := f.c.RunPartitions(t.Context(), cfg, work); !errors.Is(err, ErrHeld) {
+			t.Errorf("a second run in another service = %v, want ErrHeld", err)
+		}
 		ctx, cancel := context.WithCancel(t.Context())
-		cfg.Group = "mails"
+		cfg.Service, cfg.Group = "web", "mails"
 		second := make(chan error)
 		go func() { second <- f.c.RunPartitions(ctx, cfg, work) }()
 		time.Sleep(time.Minute)

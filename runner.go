@@ -241,6 +241,10 @@ func (r *runner) leave() (err error) {
 	return err
 }
 
+// errNoMember: the membership has expired while the database was out of reach, or was
+// ended by somebody else. Who acted now would give up what is dealt to others.
+var errNoMember = errors.New("the membership has expired")
+
 // look reads the members, a cheap statement, and only if they have changed, or this
 // node is short of its share, who owns what.
 func (r *runner) look() error {
