@@ -360,7 +360,7 @@ func TestRunProperty(t *testing.T) {
 	began, failed := time.Now(), false
 	asked := flag.Lookup("rapid.checks").Value.String() != "100" // for more than belongs in every run
 	rapid.Check(t, func(r *rapid.T) {
-		if !asked && !failed && time.Since(began) > 10*time.Second {
+		if !asked && !failed && time.Since(began) > 6*time.Second {
 			return
 		}
 		partitions := rapid.IntRange(1, 12).Draw(r, "partitions")
