@@ -7,6 +7,8 @@
 //   - [Coord.Leases]: partitions of a group, each leased to one owner for a time,
 //     with an epoch that fences off former owners
 //   - [Coord.Members]: which nodes of a service are alive
+//   - [Coord.RunPartitions] and [Coord.RunLeader]: both put to work, so that the live
+//     nodes of a service share partitions, or have one leader
 //   - [Coord.Reservations]: keys that belong to one owner each, reserved by a command
 //     and confirmed with its event
 //   - [NewMutex]: names that one holder at a time locks, on a [Coord.TableDriver]
@@ -144,7 +146,8 @@ type Coord struct {
 	reservations ReservationStore
 	advisory     advisorySQL
 	eids         eidSQL
-	session      *session     // carries leases and members
+	session      *session // carries leases and members
+	roll         roll
 	attempts     atomic.Int64 // the last attempt's id
 	prepared     sync.Map     // *sql.Stmt on the pool, by text
 

@@ -15,9 +15,68 @@ import (
 	"github.com/seed-4c80c132/coord"
 )
 
+// The nodes of a service share an outbox of sixteen partitions. Whoever has one sends
+// from it, and a node that has lost one without noticing writes nothing.
+func Example() {
+	ctx := context.Background()
+	db, err := sql.Open("postgres", "postgres://localhost/app")
+	check(err)
+
+	c, err := coord.New(db, coord.Postgres, coord.Config{})
+	check(err)
+	defer c.Close()
+
+	send := func(ctx context.Context, lease coord.Lease) error {
+		tx, err := db.BeginTx(ctx, nil)
+		if err != nil {
+			return err
+		}
+		defer tx.Rollback()
+		if err := c.Leases().Guard(ctx, tx, lease); err != nil {
+			return err // Another node has the partition by now. If not, nobody can take it over until tx ends.
+		}
+		if _, err := tx.ExecContext(ctx, "UPDATE outbox SET sent = true WHERE partition = $1", lease.Partition); err != nil {
+			return err
+		}
+		return tx.Commit()
+	}
+	// On every node, until ctx ends:
+	cfg := coord.PartitionConfig{Service: "mailer", Group: "outbox", Partitions: 16}
+	err = c.RunPartitions(ctx, cfg, func(ctx context.Context, lease coord.Lease) error {
+		for ctx.Err() == nil { // Until the partition moves to another node, or is lost.
+			if err := send(ctx, lease); err != nil {
+				return err // It is logged, and we are called again if the partition is still ours.
+			}
+			select {
+			case <-ctx.Done():
+			case <-time.After(time.Second):
+			}
+		}
+		return nil
+	})
+	check(err)
+}
+
+// One process of many, the leader, tidies up every hour.
+func ExampleCoord_RunLeader() {
+	ctx := context.Background()
+	var c *coord.Coord
+
+	check(c.RunLeader(ctx, "tidy", 0, func(ctx context.Context, lease coord.Lease) error {
+		for {
+			fmt.Println("tidying as leader, at epoch", lease.Epoch)
+			select {
+			case <-ctx.Done(): // Not leader any more, or told to end.
+				return nil
+			case <-time.After(time.Hour):
+			}
+		}
+	}))
+}
+
 // One node of many writes the report, and a node that has lost its lease without
 // noticing can't.
-func Example() {
+func ExampleLeaseStore() {
 	ctx := context.Background()
 	db, err := sql.Open("postgres", "postgres://localhost/app")
 	check(err)

@@ -28,10 +28,11 @@ type Lease struct {
 // LeaseStore leases the partitions of groups to owners. Its methods are safe for
 // concurrent use; they run one at a time on a connection that is borrowed from the
 // pool once and kept until [Coord.Close]; if the pool is limited to one, it is given
-// back after each. Nothing renews a lease but the caller: every TTL/3 is usual. They
-// give up when ctx ends before they are sent; once sent they wait for the database,
-// no longer than [Config.Timeout]. An Acquire that waits for an open Guard holds
-// the others up for as long: a TTL had better be twice the Timeout or more.
+// back after each. Nothing renews a lease but the caller, every TTL/3 or so, or
+// [Coord.RunPartitions] what it has acquired itself. They give up when ctx ends before
+// they are sent; once sent they wait for the database, no longer than
+// [Config.Timeout]. An Acquire that waits for an open Guard holds the others up for as
+// long: a TTL had better be twice the Timeout or more.
 type LeaseStore struct {
 	c     *Coord
 	table *table

@@ -10,6 +10,7 @@ import (
 	"os"
 	"os/exec"
 	"testing"
+	"time"
 
 	"github.com/seed-4c80c132/coord"
 )
@@ -25,12 +26,15 @@ type orders struct {
 	Mode   string // "table" or "advisory"
 	Count  int
 	Random bool // release, expire and purge at random
+	Node   string
+	TTL    time.Duration
 }
 
 // roles are what a process of a test can be, by name.
 var roles = map[string]func(orders, *sql.DB, *coord.Coord) error{
 	"counter":  countUp,
 	"transfer": transfer,
+	"runner":   runShare,
 }
 
 // play is main of a process in a role.

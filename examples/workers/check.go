@@ -7,15 +7,15 @@ import (
 	"time"
 )
 
-// claim is one stretch of time in which a worker worked on a partition, or could
-// have, by its own record.
+// claim is one stretch of time in which a worker worked on a partition, by its own
+// record.
 type claim struct {
 	Worker    string
 	Partition int
 	Epoch     int64
 	From, To  time.Duration // by the shared clock
-	// Ended is false if the worker was killed. To is then the last deadline that
-	// it had recorded before it worked under it.
+	// Ended is false if the worker was killed. To is then when the last piece of
+	// work that it had put on record would have been done.
 	Ended bool
 }
 

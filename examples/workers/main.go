@@ -1,7 +1,7 @@
-// Workers shows leases and membership at work: a few worker processes share the
-// partitions of one group, one of them is killed, and the others take over what it
-// held. At the end the program checks from the workers' own records that no
-// partition was ever worked on by two at once.
+// Workers shows RunPartitions at work: a few worker processes share the partitions
+// of one group, one of them is killed, and the others take over what it held. At the
+// end the program checks from the workers' own records that no partition was ever
+// worked on by two at once.
 //
 //	go run ./examples/workers
 //	go run ./examples/workers -db postgres://user@host/database
@@ -80,7 +80,7 @@ func run(opts options) int {
 }
 
 const usage = `Workers starts a few worker processes that share the partitions of one group
-by coord's leases and membership, shows who holds what at which epoch, kills one
+by coord's RunPartitions, shows who holds what at which epoch, kills one
 worker with SIGKILL, and shows its partitions move to the others. Then it checks
 from the workers' own records that no partition was ever worked on by two at
 once, that epochs only grew, and that what the killed worker held went to others.

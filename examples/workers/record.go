@@ -45,14 +45,6 @@ func (r *record) write(what string, lease coord.Lease, until time.Duration) {
 	}
 }
 
-// shared is t on the clock that all processes share. A delay between its two
-// readings makes it late, never early: the record may claim more than the worker
-// works, not less.
-func shared(t time.Time) time.Duration {
-	left := time.Until(t)
-	return left + sharedNow()
-}
-
 // readRecord returns the claims in a worker's record. A last line without its end is
 // passed over: the worker was killed as it wrote it, before it worked under it.
 func readRecord(worker, name string) ([]claim, error) {

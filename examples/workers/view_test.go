@@ -10,24 +10,6 @@ import (
 	"github.com/seed-4c80c132/coord"
 )
 
-func TestFairShare(t *testing.T) {
-	for partitions := range 20 {
-		for members := 1; members < 10; members++ {
-			sum, least, most := 0, partitions, 0
-			for i := range members {
-				n := fairShare(partitions, members, i)
-				sum, least, most = sum+n, min(least, n), max(most, n)
-			}
-			if sum != partitions || most-least > 1 {
-				t.Errorf("fairShare(%d, %d) gives %d in all, %d to %d each", partitions, members, sum, least, most)
-			}
-		}
-	}
-	if got := fairShare(12, 0, -1); got != 0 {
-		t.Errorf("fairShare of no member = %d, want 0", got)
-	}
-}
-
 // The table and the lines must fit a terminal of 80 columns: a line that wraps
 // would break the drawing in place.
 func TestViewFits(t *testing.T) {

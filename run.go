@@ -1,0 +1,231 @@
+package coord
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"sync"
+	"time"
+)
+
+// PartitionConfig configures [Coord.RunPartitions].
+type PartitionConfig struct {
+	// Service is what the node is a member of while it runs.
+	Service string
+	// Node names this process in Service and owns its leases; "" is [Coord.Owner].
+	// No other process that runs may have the same: it would take the leases over.
+	Node string
+	// Address is kept with the member, for others to read; it may be empty.
+	Address string
+	// Group is whose partitions are shared out, over those members of Service that
+	// run it.
+	Group string
+	// Partitions is how many there are, 1 or more: 0 to Partitions-1. It must be the
+	// same in every node.
+	Partitions int
+	// TTL is how long leases and membership outlive a node that has crashed; default
+	// 15 s. It must be the same in every node, and had better be twice
+	// [Config.Timeout] or more: see [LeaseStore].
+	TTL time.Duration
+	// Heartbeat is the time between renewals, at most TTL/2; default TTL/3.
+	Heartbeat time.Duration
+}
+
+// complete validates cfg and fills in the defaults.
+func (cfg *PartitionConfig) complete(c *Coord) error {
+	if cfg.Node == "" {
+		cfg.Node = c.Owner()
+	}
+	orDefault(&cfg.TTL, 15*time.Second)
+	orDefault(&cfg.Heartbeat, cfg.TTL/3)
+	if err := first(checkText("service", cfg.Service), checkText("node", cfg.Node), checkOptional("address", cfg.Address),
+		checkText("group", cfg.Group), checkTTL(cfg.TTL)); err != nil {
+		return err
+	}
+	switch {
+	case cfg.Partitions < 1:
+		return invalid("%d partitions", cfg.Partitions)
+	case cfg.Heartbeat <= 0 || cfg.Heartbeat > cfg.TTL/2:
+		return invalid("Heartbeat %s is not between 0 and half of TTL %s", cfg.Heartbeat, cfg.TTL)
+	}
+	return nil
+}
+
+// margin is how long before its deadline a lease that can't be renewed is lost, as
+// a [Mutex] has it.
+func (cfg *PartitionConfig) margin() time.Duration { return cfg.TTL / 10 }
+
+// Causes of the end of an fn's context, beside [ErrLost], [ErrClosed] and the
+// caller's own.
+var (
+	errHandOver = errors.New("coord: the partition moves to another node")
+	errPanicked = errors.New("coord: the work on another partition has panicked")
+)
+
+// RunPartitions joins the service and works on this node's share of the group's
+// partitions until ctx ends: it calls fn, on a goroutine of its own, for each
+// partition that becomes this node's. The shares of the live nodes differ by at most
+// one, and a node that joins or leaves moves no more partitions than that takes. See
+// [Coord.RunLeader] for one partition.
+//
+// fn works until its context ends, and then returns soon. The context is a child of
+// ctx. Its cause is [ErrLost] when the lease is lost, [ErrClosed] after
+// [Coord.Close], and another error, which says so, when the partition moves: then
+// the lease is kept until fn has returned, and the next owner starts at once. So an
+// fn that ignores its context delays the move, and [Config.Logger] hears of it. One
+// that ignores a loss may run beside the next owner's. No context ends in time in a
+// process that is suspended: use [LeaseStore.Guard] with fn's lease for what it
+// writes, or check the lease's epoch where it is written. The lease's Deadline is
+// that of the acquisition; renewals go on without fn.
+//
+// fn that returns nil has done its work: the partition stays this node's, and fn is
+// not called again for it until it has been elsewhere. If fn returns an error before
+// its context ends, that is logged, and fn called again under the same lease after
+// 0.1 s, longer each time, to half a minute. If it panics, everything is given up as
+// at the end of ctx, and RunPartitions panics with the value and fn's stack.
+//
+// When ctx ends, RunPartitions returns nil once every fn has returned, every lease is
+// released and the member has left, or the errors of what could not be: that is left
+// to the TTL. Nodes that crash are replaced within TTL and a Heartbeat. Failures of
+// the database are logged and outlasted; none ends an fn but by its deadline. Only one
+// that will not pass is returned, such as [ErrFormat], or any failure to join that is
+// not one of the connection.
+//
+// It is [ErrInvalid] for a bad configuration and [ErrHeld] if this Coord runs the
+// group for the node already, and returns [ErrClosed] after [Coord.Close], which
+// does not wait for it and releases nothing: end ctx first.
+func (c *Coord) RunPartitions(ctx context.Context, cfg PartitionConfig, fn func(ctx context.Context, lease Lease) error) error {
+	err := cfg.complete(c)
+	switch {
+	case err != nil:
+	case fn == nil:
+		err = invalid("fn is nil")
+	case ctx.Err() != nil:
+		err = ended(ctx)
+	default:
+		err = c.run(ctx, cfg, fn)
+	}
+	return wrap("run partitions", err)
+}
+
+// RunLeader works as leader among all who call it with the same name: one of them at
+// a time, which fn is called for. It is [Coord.RunPartitions] with one partition, and
+// name for service and group, so name must be no other group's; ttl 0 is 15 s.
+func (c *Coord) RunLeader(ctx context.Context, name string, ttl time.Duration, fn func(ctx context.Context, lease Lease) error) error {
+	return c.RunPartitions(ctx, PartitionConfig{Service: name, Group: name, Partitions: 1, TTL: ttl}, fn)
+}
+
+// run enlists a runner, runs it, and passes a panic of fn on.
+func (c *Coord) run(ctx context.Context, cfg PartitionConfig, fn func(context.Context, Lease) error) error {
+	if c.life.Err() != nil {
+		return ErrClosed
+	}
+	m := membership{cfg.Service, cfg.Node}
+	if err := c.roll.enter(m, cfg.Group); err != nil {
+		return err
+	}
+	defer c.roll.strike(m, cfg.Group)
+	r := &runner{c: c, cfg: cfg, member: m, fn: fn, works: map[int]*work{}, nudge: make(chan struct{}, 1), short: true, changed: time.Now()}
+	r.ctx, r.end = context.WithCancelCause(ctx)
+	stop := context.AfterFunc(c.life, func() { r.end(ErrClosed) }) // At once, whatever the loop waits for.
+	r.term = r.newTerm()
+	err := r.loop()
+	r.end(err) // Of every fn, if a failure ended the loop.
+	left := r.quit()
+	stop()
+	switch {
+	case r.panicked != "":
+		panic(r.panicked)
+	case err != nil && (errors.Is(err, ErrClosed) || !r.joined): // It failed to leave for the same reason.
+		return err
+	}
+	return errors.Join(err, left)
+}
+
+// roll is which groups this process runs, under which memberships. A member may run
+// several, and has one row for all of them.
+type roll struct {
+	mu   sync.Mutex // held while the row is written, so that no older list of groups comes last
+	runs map[membership]map[string]bool
+}
+
+type membership struct{ service, node string }
+
+// enter enters a run.
+func (l *roll) enter(m membership, group string) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for other, groups := range l.runs { // Of whatever service: leases go by group and node.
+		if _, runs := groups[group]; runs && other.node == m.node {
+			return &HeldError{What: "run of group " + group, Owner: m.node}
+		}
+	}
+	if l.runs == nil {
+		l.runs = map[membership]map[string]bool{}
+	}
+	if l.runs[m] == nil {
+		l.runs[m] = map[string]bool{}
+	}
+	l.runs[m][group] = true
+	return nil
+}
+
+// strike takes out a run that has ended.
+func (l *roll) strike(m membership, group string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if delete(l.runs[m], group); len(l.runs[m]) == 0 {
+		delete(l.runs, m)
+	}
+}
+
+// groups are those of a member that are not being given up. mu must be held.
+func (l *roll) groups(m membership) (groups []string) {
+	for group, stays := range l.runs[m] {
+		if stays {
+			groups = append(groups, group)
+		}
+	}
+	return groups
+}
+
+// share is node's part of the partitions that have these owners, "" for those that
+// are free: how many it may have, and which of the free ones it is to take. Every
+// node that sees the same finds the same, so that no two take one.
+//
+// Where the partitions do not divide, those who have more than the least share may
+// keep one more, by name, then others by name. That depends on nothing that changes
+// while partitions move, or some would move back. A partition of one who is no member
+// is neither free nor counted.
+func share(owners, members []string, node string) (quota int, dealt []int) {
+	held := make(map[string]int, len(members))
+	var free []int
+	for p, owner := range owners {
+		held[owner]++
+		if owner == "" {
+			free = append(free, p)
+		}
+	}
+	least, more := len(owners)/len(members), len(owners)%len(members)
+	has := func(m string) bool { return held[m] > least }
+	rank := append(filter(members, has), filter(members, func(m string) bool { return !has(m) })...)
+	quotas := make(map[string]int, len(members))
+	for i, m := range rank {
+		quotas[m] = least
+		if i < more {
+			quotas[m]++
+		}
+	}
+	for _, m := range members {
+		n := min(max(quotas[m]-held[m], 0), len(free))
+		if m == node {
+			dealt = free[:n]
+		}
+		free = free[n:]
+	}
+	return quotas[node], dealt
+}
+
+func filter(list []string, keep func(string) bool) []string {
+	return slices.DeleteFunc(slices.Clone(list), func(s string) bool { return !keep(s) })
+}

@@ -1,0 +1,506 @@
+package coord
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"runtime/debug"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// runner is one run. Its loop decides: one goroutine that looks, takes and
+// releases. Beside it there are the keeper's, for renewals, and one for each fn.
+type runner struct {
+	c      *Coord
+	cfg    PartitionConfig
+	member membership
+	fn     func(context.Context, Lease) error
+	ctx    context.Context // the parent of every fn's
+	end    context.CancelCauseFunc
+	nudge  chan struct{} // holds one: an fn is over
+
+	// term keeps all leases by one statement, and is replaced when it is lost. What
+	// is acquired later than its last renewal has a later deadline than it, but
+	// for what work.watchdog is for.
+	term *keeper
+
+	mu       sync.Mutex
+	works    map[int]*work // by partition; those whose lease is lost too, until fn has returned
+	panicked string        // what fn panicked with first, and its stack
+
+	// The loop's own:
+	members  []string  // as seen last
+	joined   bool      // a heartbeat came through
+	left     bool      // the member is gone
+	beat     time.Time // when the next heartbeat is due
+	read     time.Time // when Owners was read last
+	changed  time.Time // when the members, or what is held, last changed
+	short    bool      // of the share: free partitions are looked for
+	failures int       // since the last look that came through
+}
+
+// work is a partition that was acquired, until its fn is over and it is released.
+type work struct {
+	lease    Lease
+	ctx      context.Context // fn's
+	end      context.CancelCauseFunc
+	gone     atomic.Bool // the lease is lost
+	watchdog *time.Timer // bites at the lease's own deadline, until a renewal includes it
+	untie    func() bool // from the term
+	over     chan struct{}
+
+	asked time.Time // when its context was first seen to have ended; the loop's
+	told  bool      // the log knows that fn goes on
+}
+
+func (w *work) lose() {
+	w.gone.Store(true)
+	w.end(ErrLost)
+}
+
+func (w *work) isOver() bool {
+	select {
+	case <-w.over:
+		return true
+	default:
+		return false
+	}
+}
+
+func (r *runner) newTerm() *keeper {
+	return keep(time.Now().Add(r.cfg.TTL), r.cfg.Heartbeat, r.cfg.TTL, r.cfg.margin(), r.renew)
+}
+
+// renew renews every lease whose fn is not over. It judges those it has asked for:
+// one that is acquired meanwhile is not in the answer and not lost, one that is
+// released is over.
+func (r *runner) renew(ctx context.Context) (bool, error) {
+	works := r.list(func(w *work) bool { return !w.gone.Load() && !w.isOver() })
+	partitions := make([]int, len(works))
+	for i, w := range works {
+		partitions[i] = w.lease.Partition
+	}
+	renewed, err := r.c.leases.Renew(ctx, r.cfg.Group, partitions, r.cfg.Node, r.cfg.TTL)
+	if err != nil {
+		r.warn("renewal failed", "error", err)
+		return false, err
+	}
+	epochs := make(map[int]int64, len(renewed))
+	for _, lease := range renewed {
+		epochs[lease.Partition] = lease.Epoch
+	}
+	for _, w := range works {
+		if epochs[w.lease.Partition] == w.lease.Epoch {
+			w.watchdog.Stop() // From now on the term's deadline comes first.
+			continue
+		}
+		w.lose()
+	}
+	return true, nil
+}
+
+// list returns the works that are so, by partition.
+func (r *runner) list(so func(*work) bool) []*work {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	works := make([]*work, 0, len(r.works))
+	for _, w := range r.works {
+		if so(w) {
+			works = append(works, w)
+		}
+	}
+	slices.SortFunc(works, func(a, b *work) int { return a.lease.Partition - b.lease.Partition })
+	return works
+}
+
+// loop runs until ctx ends, for which it returns nil but after Close, or a failure
+// that will not pass.
+func (r *runner) loop() error {
+	for {
+		var err error
+		if r.ctx.Err() == nil { // Else quit knows the order of things.
+			err = r.step()
+		}
+		switch {
+		case errors.Is(context.Cause(r.ctx), ErrClosed) || errors.Is(err, ErrClosed):
+			return ErrClosed
+		case r.ctx.Err() != nil:
+			return nil
+		case err != nil && r.final(err):
+			return err
+		case err != nil:
+			r.failures++
+			r.warn("out of step, will try again", "error", err)
+		default:
+			r.failures = 0
+		}
+		r.complain()
+		select {
+		case <-r.ctx.Done():
+		case <-r.nudge:
+		case <-r.term.ctx.Done():
+		case <-time.After(r.pause()):
+		}
+	}
+}
+
+// final tells whether an error will not pass. Until the node has joined, it is any
+// that is not the connection's: one that may do nothing here should say so.
+func (r *runner) final(err error) bool {
+	if errors.Is(err, ErrFormat) || errors.Is(err, ErrInvalid) || errors.Is(err, errors.ErrUnsupported) {
+		return true
+	}
+	unreached := errors.As(err, new(unsure)) || errors.Is(err, errAbandoned) || r.c.classify(err) != FailureOther
+	return !r.joined && !unreached
+}
+
+// step does what is due.
+func (r *runner) step() error {
+	if r.term.ctx.Err() != nil {
+		r.restart()
+	}
+	if !time.Now().Before(r.beat) { // First: what follows may wait for others' transactions.
+		if err := r.heartbeat(); err != nil {
+			return err
+		}
+	}
+	if err := r.settle(); err != nil {
+		return err
+	}
+	return r.look()
+}
+
+// restart begins a new term after one that was lost, with nothing held.
+func (r *runner) restart() {
+	lost := r.list(func(w *work) bool { return true })
+	for _, w := range lost {
+		w.lose() // As the term's end does, but not before it is counted.
+	}
+	r.warn("every lease is lost: no renewal came through in time", "leases", len(lost))
+	_ = r.term.stop()
+	r.term = r.newTerm()
+	r.short, r.changed = true, time.Now()
+}
+
+// settle releases the leases whose fn is over. Those that are lost are not: a
+// release goes by owner, and a successor of our name may have them.
+func (r *runner) settle() error {
+	for _, w := range r.list((*work).isOver) {
+		w.untie()
+		w.watchdog.Stop()
+		if !w.gone.Load() {
+			if _, err := r.c.leases.Release(r.ctx, r.cfg.Group, w.lease.Partition, r.cfg.Node); err != nil {
+				return err
+			}
+		} else {
+			r.short, r.changed = true, time.Now() // It may be had back.
+		}
+		r.mu.Lock()
+		delete(r.works, w.lease.Partition)
+		r.mu.Unlock()
+	}
+	return nil
+}
+
+// heartbeat keeps the membership up, for all groups that this process runs under it.
+func (r *runner) heartbeat() error {
+	r.c.roll.mu.Lock()
+	defer r.c.roll.mu.Unlock()
+	if err := r.beatFor(r.ctx, r.c.roll.groups(r.member)); err != nil {
+		return err
+	}
+	r.joined, r.beat = true, time.Now().Add(jitter(r.cfg.Heartbeat, 10))
+	return nil
+}
+
+func (r *runner) beatFor(ctx context.Context, groups []string) error {
+	_, err := r.c.members.Heartbeat(ctx, r.cfg.Service, r.cfg.Node, r.cfg.Address, r.cfg.TTL, groups)
+	return err
+}
+
+// leave ends the membership, or this group's part of it.
+func (r *runner) leave() (err error) {
+	if r.left {
+		return nil
+	}
+	r.c.roll.mu.Lock()
+	defer r.c.roll.mu.Unlock()
+	r.c.roll.runs[r.member][r.cfg.Group] = false
+	if others := r.c.roll.groups(r.member); len(others) > 0 {
+		ctx, cancel := r.c.detach(r.ctx)
+		defer cancel()
+		err = r.beatFor(ctx, others)
+	} else {
+		err = r.c.members.Leave(r.ctx, r.cfg.Service, r.cfg.Node)
+	}
+	r.left = err == nil
+	return err
+}
+
+// errNoMember: the membership has expired while the database was out of reach, or was
+// ended by somebody else. Who acted now would give up what is dealt to others.
+var errNoMember = errors.New("the membership has expired")
+
+// look reads the members, a cheap statement, and only if they have changed, or this
+// node is short of its share, who owns what.
+func (r *runner) look() error {
+	if !r.short && time.Since(r.read) < r.cfg.TTL {
+		members, err := r.nodes()
+		if err != nil || slices.Equal(members, r.members) {
+			return err
+		}
+	}
+	// In this order: who sees a partition that was freed because a node has joined
+	// or left must see that too, or would take it in the joiner's place.
+	owners, err := r.c.leases.Owners(r.ctx, r.cfg.Group)
+	if err != nil {
+		return err
+	}
+	members, err := r.nodes()
+	if err != nil {
+		return err
+	}
+	r.read = time.Now()
+	if !slices.Equal(members, r.members) {
+		r.members, r.changed = members, time.Now()
+	}
+	if !slices.Contains(members, r.cfg.Node) {
+		r.beat, r.short = time.Time{}, true
+		return errNoMember
+	}
+	return r.act(owners)
+}
+
+// nodes is the nodes that run the group, in order.
+func (r *runner) nodes() (nodes []string, err error) {
+	members, err := r.c.members.List(r.ctx, r.cfg.Service)
+	for _, m := range members {
+		if slices.Contains(m.Groups, r.cfg.Group) {
+			nodes = append(nodes, m.Node)
+		}
+	}
+	return nodes, err
+}
+
+// act hands over what is more than this node's share, and takes what is dealt to it.
+func (r *runner) act(leases []Lease) error {
+	owners := make([]string, r.cfg.Partitions)
+	for _, l := range leases {
+		if l.Partition < len(owners) {
+			owners[l.Partition] = l.Owner
+		}
+	}
+	quota, dealt := share(owners, r.members, r.cfg.Node)
+	working := r.list(func(w *work) bool { return w.ctx.Err() == nil })
+	for _, w := range working[min(quota, len(working)):] {
+		w.end(errHandOver)
+	}
+	want := append(r.unclaimed(owners), dealt...)
+	taken, err := r.take(want[:min(max(quota-len(working), 0), len(want))])
+	r.short = len(working)+taken < quota
+	if err != nil || r.short {
+		return err
+	}
+	return r.disclaim(owners)
+}
+
+// unclaimed is what this node owns and has no fn for: a former process of its name
+// had it, or the reply to its acquisition was lost.
+func (r *runner) unclaimed(owners []string) (partitions []int) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for p, owner := range owners {
+		if owner == r.cfg.Node && r.works[p] == nil {
+			partitions = append(partitions, p)
+		}
+	}
+	return partitions
+}
+
+// disclaim releases what is unclaimed and beyond this node's share.
+func (r *runner) disclaim(owners []string) error {
+	for _, p := range r.unclaimed(owners) {
+		if _, err := r.c.leases.Release(r.ctx, r.cfg.Group, p, r.cfg.Node); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// take acquires partitions and starts fn for them. It leaves off where something
+// else needs the loop, or the view that it acts on grows old.
+func (r *runner) take(partitions []int) (taken int, err error) {
+	began := time.Now()
+	for _, p := range partitions {
+		if r.ctx.Err() != nil || r.term.ctx.Err() != nil || len(r.nudge) > 0 || time.Since(began) > lookMin {
+			break
+		}
+		if r.running(p) { // Still, although the lease was lost.
+			continue
+		}
+		lease, err := r.c.leases.Acquire(r.ctx, r.cfg.Group, p, r.cfg.Node, r.cfg.TTL)
+		switch {
+		case errors.Is(err, ErrHeld): // Another was faster.
+		case err != nil:
+			return taken, err
+		case time.Until(lease.Deadline) > r.cfg.margin(): // Else it is unclaimed.
+			r.start(lease)
+			taken++
+		}
+	}
+	if taken > 0 {
+		r.changed = time.Now()
+	}
+	return taken, nil
+}
+
+func (r *runner) running(partition int) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.works[partition] != nil
+}
+
+// start starts fn under a lease. The watchdog is there because a renewal that was
+// sent after the acquisition, but had its list made before, moves the term's
+// deadline without having renewed this lease.
+func (r *runner) start(lease Lease) {
+	w := &work{lease: lease, over: make(chan struct{})}
+	w.ctx, w.end = context.WithCancelCause(r.ctx)
+	w.watchdog = time.AfterFunc(time.Until(lease.Deadline)-r.cfg.margin(), w.lose)
+	w.untie = context.AfterFunc(r.term.ctx, w.lose)
+	r.mu.Lock()
+	r.works[lease.Partition] = w
+	r.mu.Unlock()
+	go r.work(w)
+}
+
+// work calls fn until there is nothing more to do for it, and then waits for the
+// end of its context.
+func (r *runner) work(w *work) {
+	defer func() {
+		close(w.over)
+		select {
+		case r.nudge <- struct{}{}:
+		default:
+		}
+	}()
+	for attempts := 1; w.ctx.Err() == nil; attempts++ {
+		began := time.Now()
+		err := r.call(w)
+		if err == nil {
+			<-w.ctx.Done()
+			return
+		}
+		if w.ctx.Err() != nil {
+			return
+		}
+		if time.Since(began) > restartMax {
+			attempts = 1
+		}
+		r.warn("the work failed, will be started again", "partition", w.lease.Partition, "error", err)
+		select {
+		case <-w.ctx.Done():
+		case <-time.After(backoff(attempts, restartMin, restartMax)):
+		}
+	}
+}
+
+// call calls fn once. If that panics, or ends its goroutine, it ends the run.
+func (r *runner) call(w *work) (err error) {
+	returned := false
+	defer func() {
+		if returned {
+			return
+		}
+		value := recover()
+		if value == nil {
+			value = "fn ended its goroutine"
+		}
+		r.mu.Lock()
+		if r.panicked == "" {
+			r.panicked = fmt.Sprintf("%v\n\n%s", value, debug.Stack())
+		}
+		r.mu.Unlock()
+		r.end(errPanicked)
+	}()
+	err = r.fn(w.ctx, w.lease)
+	returned = true
+	return err
+}
+
+const (
+	restartMin = 100 * time.Millisecond // before a failed fn is called again
+	restartMax = 30 * time.Second
+
+	lookMin   = 100 * time.Millisecond   // between looks at the members, at least
+	lookShare = 12500 * time.Microsecond // for each of them, so that all nodes together look 80 times a second
+)
+
+// pause is how long to wait for the next step. A node that is short looks often while
+// things change, and ever less as they don't.
+func (r *runner) pause() time.Duration {
+	look := min(max(lookMin, time.Duration(len(r.members))*lookShare), r.cfg.Heartbeat)
+	switch {
+	case r.failures > 0:
+		return backoff(r.failures, look/2, r.cfg.Heartbeat)
+	case r.short:
+		look = min(max(look/4, time.Since(r.changed)/4), r.cfg.Heartbeat)
+	}
+	return min(jitter(look, 4), max(time.Until(r.beat), 0))
+}
+
+// jitter takes up to one part of so many off.
+func jitter(d time.Duration, parts int64) time.Duration {
+	return d - rand.N(d/time.Duration(parts)+1)
+}
+
+// complain tells the log which fn has gone on for a heartbeat after its context
+// ended.
+func (r *runner) complain() {
+	for _, w := range r.list(func(w *work) bool { return w.ctx.Err() != nil && !w.isOver() }) {
+		switch {
+		case w.asked.IsZero():
+			w.asked = time.Now()
+		case !w.told && time.Since(w.asked) >= r.cfg.Heartbeat:
+			w.told = true
+			r.warn("the work goes on although its context has ended", "partition", w.lease.Partition, "cause", context.Cause(w.ctx))
+		}
+	}
+}
+
+func (r *runner) warn(message string, args ...any) {
+	r.c.cfg.Logger.Warn("coord: "+message, append([]any{"group", r.cfg.Group, "node", r.cfg.Node}, args...)...)
+}
+
+// quit gives everything up: the membership first, so that others see it coming, then
+// each lease as its fn returns. It waits for every fn, and tries again what fails,
+// until [Config.Timeout] after the last of them.
+func (r *runner) quit() error {
+	var idle time.Time // since when no fn is running
+	for attempts := 1; ; attempts++ {
+		err := first(r.leave(), r.settle())
+		pause := r.cfg.Heartbeat / 4
+		if len(r.list(func(w *work) bool { return !w.isOver() })) == 0 {
+			if idle.IsZero() {
+				idle, attempts = time.Now(), 1
+			}
+			switch left := r.list((*work).isOver); {
+			case err == nil && len(left) > 0: // The last one returned meanwhile.
+				continue
+			case err == nil, errors.Is(err, ErrClosed), r.final(err), time.Since(idle) > r.c.cfg.Timeout:
+				_ = r.term.stop()
+				return err
+			}
+			pause = backoff(attempts, 10*time.Millisecond, time.Second)
+		}
+		r.complain()
+		select {
+		case <-r.nudge:
+		case <-time.After(pause):
+		}
+	}
+}
