@@ -23,9 +23,9 @@
 //
 // No lock is safe without a fence: a process can be stopped for longer than its
 // lease lasts and not notice. Guard checks inside the caller's own transaction that
-// a lease, a lock or a set of them is still held, and keeps it held until the transaction ends. Use
-// it wherever what is protected lives in the same
-// database, and check the fencing token where it does not.
+// a lease, a lock or a set of them is still held, and keeps it held until the
+// transaction ends. Use it wherever what is protected lives in the same database, and
+// check the fencing token where it does not.
 package coord
 
 import (
@@ -291,10 +291,10 @@ func (c *Coord) purgeBy(ctx context.Context, text string, age time.Duration) (in
 }
 
 // Close ends everything that was made from c and gives its connections back to
-// the pool; it does not close the *sql.DB. Sets of ids are released. Leases, members
-// and table mutexes are not: they stay until their TTL. Operations under way end, those that wait
-// with [ErrClosed]; it takes no longer than a few times [Config.Timeout]. It returns
-// nil and may be called again.
+// the pool; it does not close the *sql.DB. Sets of ids are released, in at most 5 s.
+// Leases, members and table mutexes are not: they stay until their TTL. Operations
+// under way end, those that wait with [ErrClosed]; it takes no longer than a few times
+// [Config.Timeout]. It returns nil and may be called again.
 func (c *Coord) Close() error {
 	c.closing.Do(func() {
 		c.mu.Lock()
