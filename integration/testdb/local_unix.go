@@ -73,14 +73,15 @@ func onMachine(ctx context.Context) (*server, error) {
 	}
 }
 
-// programs is the directory of initdb and postgres.
-func programs(ctx context.Context) (string, error) {
+// programs is the directory of initdb, postgres and others.
+func programs(ctx context.Context, others ...string) (string, error) {
+	all := append([]string{"initdb", "postgres"}, others...)
 	for _, dir := range candidates(ctx) {
-		if executable(dir, "initdb") && executable(dir, "postgres") {
+		if !slices.ContainsFunc(all, func(name string) bool { return !executable(dir, name) }) {
 			return dir, nil
 		}
 	}
-	return "", errors.New("no initdb and postgres on PATH, in pg_config --bindir or /usr/lib/postgresql")
+	return "", fmt.Errorf("no %s on PATH, in pg_config --bindir or /usr/lib/postgresql", strings.Join(all, ", "))
 }
 
 func candidates(ctx context.Context) []string {
