@@ -25,11 +25,13 @@ type orders struct {
 	Mode   string // "table" or "advisory"
 	Count  int
 	Random bool // release, expire and purge at random
+	Prover proverOrders
 }
 
 // roles are what a process of a test can be, by name.
 var roles = map[string]func(orders, *sql.DB, *coord.Coord) error{
 	"counter": countUp,
+	"prover":  prove,
 }
 
 // play is main of a process in a role.

@@ -67,7 +67,7 @@ func Claims(events []Event) []Claim {
 		h := holding{thing{e.Primitive, e.Key}, e.Owner, e.Token}
 		i, held := open[h]
 		switch {
-		case e.Kind == Acquire:
+		case e.Kind == Acquire, held && e.Kind == Renew && e.Until == Forever && e.At > claims[i].To: // Confirmed late: it was free.
 			if held { // By a restarted process of that owner, or once more: the new claim goes on from here.
 				claims[i].To = min(claims[i].To, e.At)
 			}

@@ -59,6 +59,7 @@ func TestCheck(t *testing.T) {
 		{"a write that was guarded before", run(), func(e []Event) { e[6].Kind, e[6].Sent = Write, 159 }, nil},
 		{"taken though confirmed", reservations(), func(e []Event) { e[4].At = 199 }, []Wrong{LostReservation}},
 		{"confirmed of two", reservations(), func(e []Event) { e[3].Kind = Fault }, []Wrong{LostReservation}},
+		{"confirmed late", reservations(), func(e []Event) { e[1].At, e[2].Kind, e[4].At = 120, Fault, 150 }, []Wrong{LostReservation}},
 		{"taken while pending", reservations(), func(e []Event) { e[4].At = 45; e[1].At = 60 }, []Wrong{Overlap, Overlap}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
