@@ -21,6 +21,7 @@ type proxy struct {
 	closed   bool
 	conns    map[net.Conn]bool // of both sides
 	drop     [2]atomic.Bool    // what clients send, what the server sends
+	delay    atomic.Int64      // of what the server sends
 	asked    atomic.Bool       // the client spoke last
 	trips    atomic.Int64      // how often it has, after the server
 	wg       sync.WaitGroup
@@ -146,6 +147,9 @@ func (p *proxy) forward(from, to net.Conn, direction int) {
 			continue
 		}
 		if err == nil {
+			if !asks {
+				time.Sleep(time.Duration(p.delay.Load()))
+			}
 			_, err = to.Write(buffer[:n])
 		}
 		if err != nil {

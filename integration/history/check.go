@@ -37,6 +37,8 @@ type Claim struct {
 	Sent, From            time.Duration // asked for, granted
 	To                    time.Duration
 	Ended                 bool          // on record: else it ran out, or its owner was killed
+	resumed               bool          // by a renewal that came after its end: nobody had it in between
+	inTime                bool          // the grant was known before it ran out
 	confirmed             time.Duration // when it became Forever, 0 if it did not
 }
 
@@ -67,15 +69,19 @@ func Claims(events []Event) []Claim {
 		h := holding{thing{e.Primitive, e.Key}, e.Owner, e.Token}
 		i, held := open[h]
 		switch {
-		case e.Kind == Acquire, held && e.Kind == Renew && e.Until == Forever && e.At > claims[i].To: // Confirmed late: it was free.
+		case e.Kind == Acquire:
 			if held { // By a restarted process of that owner, or once more: the new claim goes on from here.
 				claims[i].To = min(claims[i].To, e.At)
 			}
 			open[h] = len(claims)
-			claims = append(claims, Claim{Primitive: e.Primitive, Key: e.Key, Owner: e.Owner, Token: e.Token, Sent: e.Sent, From: e.At, To: max(e.At, e.Until)})
-			claims[len(claims)-1].confirm(e)
+			claims = append(claims, begin(e))
 		case !held:
-		case e.Kind == Renew && e.At <= claims[i].To: // Not what comes alive after its end.
+		case e.Kind == Renew && e.At > claims[i].To:
+			resumed := begin(e)
+			resumed.Sent, resumed.resumed = claims[i].Sent, true
+			open[h] = len(claims)
+			claims = append(claims, resumed)
+		case e.Kind == Renew:
 			claims[i].To = max(claims[i].To, e.Until)
 			claims[i].confirm(e)
 		case e.Kind == Lost || e.Kind == Release:
@@ -84,6 +90,12 @@ func Claims(events []Event) []Claim {
 		}
 	}
 	return claims
+}
+
+func begin(e Event) Claim {
+	c := Claim{Primitive: e.Primitive, Key: e.Key, Owner: e.Owner, Token: e.Token, Sent: e.Sent, From: e.At, To: max(e.At, e.Until), inTime: e.At < e.Until}
+	c.confirm(e)
+	return c
 }
 
 func (c *Claim) confirm(e Event) {
@@ -127,22 +139,27 @@ func overlaps(claims []Claim) (wrong []Violation) {
 	return wrong
 }
 
-// tokens finds an acquisition that began after another had ended and has no larger
-// token. Of two that ran at the same time either may have come first, but they can't
-// have the same.
+// tokens finds an acquisition that came after another and has no larger token.
 func tokens(claims []Claim) (wrong []Violation) {
 	for i, c := range claims {
 		for _, before := range claims[:i] {
 			switch {
-			case c.Token == 0 || before.Token == 0:
+			case c.Token == 0 || before.Token == 0 || c.resumed && c.Owner == before.Owner:
 			case c.Token == before.Token:
 				wrong = append(wrong, violation(TokenOrder, c, "the same twice: %s, and %s", before, c))
-			case before.From < c.Sent && c.Token < before.Token:
+			case c.Token < before.Token && after(c, before):
 				wrong = append(wrong, violation(TokenOrder, c, "%s, and then %s", before, c))
 			}
 		}
 	}
 	return wrong
+}
+
+// after tells whether c was granted after before, whose answer came first. That is
+// sure if c was asked for only then. It is sure too if c had not run out when its own
+// answer came: granted the other way round, before would have been while c was live.
+func after(c, before Claim) bool {
+	return before.From < c.Sent || before.From < c.From && c.inTime && !c.resumed
 }
 
 // staleWrites finds a write whose guard was sent when a later claim had been
