@@ -13,17 +13,19 @@ import (
 
 // primitives are what a proof is about. To prove another one, add it here.
 var primitives = []primitive{
-	{"lease", true, leaseActor},
-	{"mutex", true, mutexActor},
-	{"reservation", false, reservationActor},
+	{name: "lease", actor: leaseActor},
+	{name: "mutex", actor: mutexActor},
+	{name: "reservation", actor: reservationActor, lasting: true},
 }
 
 // primitive is one way to hold something.
 type primitive struct {
-	name   string
-	tokens bool // it has fencing tokens
+	name string
 	// actor returns one that holds things in the name of owner, for ttl at a time.
-	actor func(c *coord.Coord, owner string, ttl time.Duration) (actor, error)
+	actor func(c *coord.Coord, db *sql.DB, owner string, ttl time.Duration) (actor, error)
+	// lasting is what has no end of its own: the next process goes on with it in the
+	// same name.
+	lasting bool
 }
 
 // actor acquires. Only one goroutine uses it.
@@ -34,6 +36,8 @@ type actor interface {
 
 // held is what an actor has acquired.
 type held interface {
+	// token is the fencing token, 0 if there is none. What has none but can be guarded
+	// draws a number of its own once it is held: SELECT nextval('proof_tenure').
 	token() int64
 	// until is how long the holder may trust it if nothing more is heard; zero: for
 	// ever.
@@ -61,7 +65,7 @@ type leaseHolder struct {
 	lease coord.Lease
 }
 
-func leaseActor(c *coord.Coord, owner string, ttl time.Duration) (actor, error) {
+func leaseActor(c *coord.Coord, _ *sql.DB, owner string, ttl time.Duration) (actor, error) {
 	return &leaseHolder{s: c.Leases(), owner: owner, ttl: ttl}, nil
 }
 
@@ -147,7 +151,7 @@ type mutexHolder struct {
 	lock *coord.Lock
 }
 
-func mutexActor(c *coord.Coord, _ string, ttl time.Duration) (actor, error) {
+func mutexActor(c *coord.Coord, _ *sql.DB, _ string, ttl time.Duration) (actor, error) {
 	table, err := c.TableDriver(coord.DriverConfig{})
 	if err != nil {
 		return nil, err
@@ -190,7 +194,7 @@ type reservationHolder struct {
 
 var proofScope = coord.ReservationScope{Context: "proof", Aggregate: "thing"}
 
-func reservationActor(c *coord.Coord, owner string, ttl time.Duration) (actor, error) {
+func reservationActor(c *coord.Coord, _ *sql.DB, owner string, ttl time.Duration) (actor, error) {
 	return &reservationHolder{s: c.Reservations(), owner: owner, ttl: ttl}, nil
 }
 
@@ -259,8 +263,9 @@ func (r *reservationHolder) release(ctx context.Context, db *sql.DB) error {
 	return tx.Commit()
 }
 
-// proofLog is what guarded transactions append to.
-const proofLog = "CREATE TABLE proof_log (seq bigserial PRIMARY KEY, primitive text, key text, owner text, token bigint, what text)"
+// proofTables are the log that guarded transactions append to, and the numbers of
+// those who have no fencing token.
+const proofTables = "CREATE SEQUENCE proof_tenure; CREATE TABLE proof_log (seq bigserial PRIMARY KEY, primitive text, key text, owner text, token bigint, what text)"
 
 func logWrite(ctx context.Context, tx *sql.Tx, primitive, key, owner string, token int64, what string) error {
 	_, err := tx.ExecContext(ctx, "INSERT INTO proof_log (primitive, key, owner, token, what) VALUES ($1, $2, $3, $4, $5)", primitive, key, owner, token, what)

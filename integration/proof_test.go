@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"text/tabwriter"
 	"time"
@@ -35,13 +36,14 @@ func TestProof(t *testing.T) {
 					if !full {
 						t.Parallel() // They mostly wait.
 					}
-					rows.add(proveUnder(t, f, driver))
+					rows.add(proveUnder(t, f, driver).rows)
 				})
 			}
 		}
 	})
 	if full {
-		fmt.Print(rows.String())
+		fmt.Print(rows.String()) // Of what a test logs, go test shows nothing if it passes.
+		return
 	}
 	t.Logf("\n%s", rows.String())
 }
@@ -63,6 +65,9 @@ type proof struct {
 	own     bytes.Buffer
 	workers []*worker
 	cluster *clusters // of the run's own, if the fault needs that
+
+	history []history.Event // once it is over
+	rows    []proofRow
 }
 
 // worker is a process that proves, and those that were killed before it.
@@ -74,11 +79,11 @@ type worker struct {
 }
 
 // proveUnder is one run under a fault.
-func proveUnder(t *testing.T, f fault, driver string) []proofRow {
+func proveUnder(t *testing.T, f fault, driver string) *proof {
 	p := &proof{t: t, fault: f, dir: t.TempDir()}
 	p.rec = history.NewRecorder(&p.own)
 	p.env = p.database(driver)
-	p.exec(t, proofLog)
+	p.exec(t, proofTables)
 	c, err := coord.New(p.db, p.dialect, p.config())
 	if err == nil {
 		err = c.Migrate(t.Context(), proofScope)
@@ -101,9 +106,12 @@ func proveUnder(t *testing.T, f fault, driver string) []proofRow {
 		w.stdin.Close()
 	}
 	for _, w := range p.workers {
+		late := time.AfterFunc(30*time.Second, func() { _ = w.cmd.Process.Signal(syscall.SIGQUIT) }) // It tells where it hangs.
 		w.wait(t, func(line string) { t.Errorf("%s says %q", w.slot, line) })
+		late.Stop()
 	}
-	return p.judge()
+	p.judge()
+	return p
 }
 
 // database makes the run's database, on a server of its own if it needs one.
@@ -167,34 +175,24 @@ func (p *proof) mark(whom, what string) {
 func (p *proof) anyWorker() *worker { return p.workers[rand.IntN(len(p.workers))] }
 
 // judge checks a run whose workers have ended.
-func (p *proof) judge() []proofRow {
+func (p *proof) judge() {
 	p.acquireAll()
-	events := p.events()
-	wrong := slices.Concat(history.Check(events), history.CheckWritten(p.written()), p.lostReservations())
-	rows := make([]proofRow, len(primitives))
-	for i, prim := range primitives {
-		rows[i] = proofRow{fault: p.fault.name, driver: strings.TrimPrefix(strings.TrimPrefix(p.name, "postgres-"), "pgbouncer-"), primitive: prim.name}
-		for _, e := range events {
-			if e.Primitive == prim.name {
-				rows[i].count(e)
-			}
+	p.history = p.events()
+	wrong := slices.Concat(history.Check(p.history), history.CheckWritten(p.written()), p.lostReservations())
+	for _, prim := range primitives {
+		row := proofRow{fault: p.fault.name, driver: p.name[strings.Index(p.name, "-")+1:], primitive: prim.name}
+		row.count(p.history, wrong)
+		if row.acquired < 2*proofKeys {
+			p.t.Errorf("%s was acquired %d times: that proves nothing", prim.name, row.acquired)
 		}
-		for _, v := range wrong {
-			if v.Primitive == prim.name {
-				rows[i].violations++
-			}
-		}
-		if rows[i].acquired < 2*proofKeys {
-			p.t.Errorf("%s was acquired %d times: that proves nothing", prim.name, rows[i].acquired)
-		}
+		p.rows = append(p.rows, row)
 	}
-	p.verdict(wrong, events)
-	return rows
+	p.verdict(wrong)
 }
 
 // verdict fails the test for what is wrong, or for what is not, if the fault is one
 // that coord can't stand.
-func (p *proof) verdict(wrong []history.Violation, events []history.Event) {
+func (p *proof) verdict(wrong []history.Violation) {
 	switch {
 	case p.fault.violates && len(wrong) == 0:
 		p.t.Error("nothing is wrong: this can't have been the fault it should be, or the checker sees nothing")
@@ -205,13 +203,13 @@ func (p *proof) verdict(wrong []history.Violation, events []history.Event) {
 			p.t.Error(v)
 		}
 		if len(wrong) > 0 {
-			p.keep(events)
+			p.keep()
 		}
 	}
 }
 
 // keep leaves the history of a run that went wrong to be looked at.
-func (p *proof) keep(events []history.Event) {
+func (p *proof) keep() {
 	file, err := os.CreateTemp("", "coord-proof-*.history")
 	if err != nil {
 		p.t.Error(err)
@@ -219,7 +217,7 @@ func (p *proof) keep(events []history.Event) {
 	}
 	defer file.Close()
 	rec := history.NewRecorder(file)
-	for _, e := range events {
+	for _, e := range p.history {
 		if err := rec.Record(e); err != nil {
 			p.t.Error(err)
 		}
@@ -270,15 +268,15 @@ func (p *proof) written() (log []history.Written) {
 	return log
 }
 
-// acquireAll acquires what has tokens once more: a token that went back is seen even
+// acquireAll acquires everything that ends by itself once more: a token that went back is seen even
 // if nobody has asked for it since.
 func (p *proof) acquireAll() {
 	c := newCoord(p.t, p.db, p.dialect, p.config())
 	for _, prim := range primitives {
-		if !prim.tokens {
+		if prim.lasting {
 			continue
 		}
-		a, err := prim.actor(c, "judge", proofTTL)
+		a, err := prim.actor(c, p.db, "judge", proofTTL)
 		if err != nil {
 			p.t.Fatal(err)
 		}
@@ -331,16 +329,18 @@ type proofRow struct {
 	acquired, lost, written, refused, violations int
 }
 
-func (r *proofRow) count(e history.Event) {
-	switch e.Kind {
-	case history.Acquire:
-		r.acquired++
-	case history.Lost:
-		r.lost++
-	case history.Write:
-		r.written++
-	case history.Refused:
-		r.refused++
+func (r *proofRow) count(events []history.Event, wrong []history.Violation) {
+	by := map[history.Kind]int{}
+	for _, e := range events {
+		if e.Primitive == r.primitive {
+			by[e.Kind]++
+		}
+	}
+	r.acquired, r.lost, r.written, r.refused = by[history.Acquire], by[history.Lost], by[history.Write], by[history.Refused]
+	for _, v := range wrong {
+		if v.Primitive == r.primitive {
+			r.violations++
+		}
 	}
 }
 
@@ -356,7 +356,7 @@ func (t *proofTable) add(rows []proofRow) {
 	t.rows = append(t.rows, rows...)
 }
 
-// String is a table in Markdown.
+// String is a table in Markdown: all lines, and then the sum of each fault's.
 func (t *proofTable) String() string {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -364,9 +364,32 @@ func (t *proofTable) String() string {
 	w := tabwriter.NewWriter(&text, 0, 0, 1, ' ', 0)
 	fmt.Fprintln(w, "| fault\t| driver\t| primitive\t| acquired\t| lost\t| guarded writes\t| refused\t| violations\t|")
 	fmt.Fprintln(w, "|---\t|---\t|---\t|---:\t|---:\t|---:\t|---:\t|---:\t|")
+	var sums []proofRow
 	for _, r := range t.rows {
-		fmt.Fprintf(w, "| %s\t| %s\t| %s\t| %d\t| %d\t| %d\t| %d\t| %d\t|\n", r.fault, r.driver, r.primitive, r.acquired, r.lost, r.written, r.refused, r.violations)
+		fmt.Fprintf(w, "| %s\t| %s\t| %s\t%s\n", r.fault, r.driver, r.primitive, r.numbers())
+		if len(sums) == 0 || sums[len(sums)-1].fault != r.fault {
+			sums = append(sums, proofRow{fault: r.fault})
+		}
+		sums[len(sums)-1].add(r)
+	}
+	w.Flush()
+	fmt.Fprintln(w, "\n| fault\t| acquired\t| lost\t| guarded writes\t| refused\t| violations\t|")
+	fmt.Fprintln(w, "|---\t|---:\t|---:\t|---:\t|---:\t|---:\t|")
+	for _, r := range sums {
+		fmt.Fprintf(w, "| %s\t%s\n", r.fault, r.numbers())
 	}
 	w.Flush()
 	return text.String()
+}
+
+func (r *proofRow) numbers() string {
+	return fmt.Sprintf("| %d\t| %d\t| %d\t| %d\t| %d\t|", r.acquired, r.lost, r.written, r.refused, r.violations)
+}
+
+func (r *proofRow) add(other proofRow) {
+	r.acquired += other.acquired
+	r.lost += other.lost
+	r.written += other.written
+	r.refused += other.refused
+	r.violations += other.violations
 }

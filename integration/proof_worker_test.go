@@ -55,10 +55,10 @@ func prove(o orders, db *sql.DB, c *coord.Coord) error {
 	for _, prim := range primitives {
 		for i := range actorsEach {
 			owner := fmt.Sprint(p.Name, ".", i)
-			if !prim.tokens {
+			if prim.lasting {
 				owner = fmt.Sprint(p.Slot, ".", i)
 			}
-			a, err := prim.actor(c, owner, p.TTL)
+			a, err := prim.actor(c, db, owner, p.TTL)
 			if err != nil {
 				return err
 			}

@@ -156,10 +156,10 @@ func tokens(claims []Claim) (wrong []Violation) {
 }
 
 // after tells whether c was granted after before, whose answer came first. That is
-// sure if c was asked for only then. It is sure too if c had not run out when its own
+// sure if c was asked for only then. It is sure too if neither had run out when its
 // answer came: granted the other way round, before would have been while c was live.
 func after(c, before Claim) bool {
-	return before.From < c.Sent || before.From < c.From && c.inTime && !c.resumed
+	return before.From < c.Sent || before.From < c.From && before.inTime && c.inTime && !c.resumed
 }
 
 // staleWrites finds a write whose guard was sent when a later claim had been
