@@ -5,7 +5,6 @@ import (
 	"database/sql"
 	"math/rand/v2"
 	"net/url"
-	"syscall"
 	"testing"
 
 	"github.com/seed-4c80c132/coord"
@@ -65,12 +64,12 @@ func kill(_ context.Context, p *proof) {
 func stopAndContinue(ctx context.Context, p *proof) {
 	w := p.anyWorker()
 	p.mark(w.slot, "stopped")
-	if err := w.cmd.Process.Signal(syscall.SIGSTOP); err != nil {
+	if err := suspend(w.cmd.Process); err != nil {
 		p.t.Error(err)
 	}
 	pause(ctx, proofTTL*5/4+rand.N(proofTTL/2))
 	p.mark(w.slot, "continued")
-	if err := w.cmd.Process.Signal(syscall.SIGCONT); err != nil {
+	if err := resume(w.cmd.Process); err != nil {
 		p.t.Error(err)
 	}
 }

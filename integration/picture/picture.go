@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"image/color"
 	"os"
+	"slices"
 	"strings"
 
 	"gonum.org/v1/plot"
@@ -75,25 +76,21 @@ type Series struct {
 	Values []float64
 }
 
-// Histogram draws how values are spread, one series above the other.
+// Histogram draws how values, none below 0, are spread, one series before the other.
 func Histogram(file, title, x string, bins int, series ...Series) error {
 	p, legend := newPlot(title, x, "how many"), plot.NewLegend()
 	var all plotter.Values
 	for _, s := range series {
 		all = append(all, s.Values...)
 	}
-	low, high := all[0], all[0]
-	for _, v := range all {
-		low, high = min(low, v), max(high, v)
-	}
-	width := (high - low) / float64(bins)
+	width := slices.Max(all) / float64(bins)
 	for i, s := range series {
 		h := &plotter.Histogram{FillColor: translucent(colours[i]), Width: width, LineStyle: plotter.DefaultLineStyle}
 		for b := range bins {
-			h.Bins = append(h.Bins, plotter.HistogramBin{Min: low + float64(b)*width, Max: low + float64(b+1)*width})
+			h.Bins = append(h.Bins, plotter.HistogramBin{Min: float64(b) * width, Max: float64(b+1) * width})
 		}
 		for _, v := range s.Values {
-			h.Bins[min(int((v-low)/width), bins-1)].Weight++
+			h.Bins[min(int(v/width), bins-1)].Weight++
 		}
 		p.Add(h)
 		legend.Add(s.Name, h)
@@ -131,7 +128,7 @@ func Lines(file, title, x, y string, lines ...Line) error {
 		p.Add(curve, dots)
 		legend.Add(l.Name, curve, dots)
 	}
-	return save(p, legend, 8*vg.Inch, 4.5*vg.Inch, 0.8*vg.Inch, file)
+	return save(p, legend, 8*vg.Inch, 4.5*vg.Inch, 1.2*vg.Inch, file)
 }
 
 // strong are colours of thin lines.

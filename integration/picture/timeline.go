@@ -153,7 +153,11 @@ func (l *lanesOf) Plot(c draw.Canvas, p *plot.Plot) {
 	for i, m := range l.Marks {
 		line := top + markHeight*(float64(markLines-1-i%markLines)+0.2)
 		c.StrokeLine2(draw.LineStyle{Color: red, Width: vg.Points(0.8), Dashes: []vg.Length{vg.Points(3), vg.Points(2)}}, at(m.At), c.Min.Y, at(m.At), y(line+markHeight*0.7))
-		c.FillText(style(9, red, draw.XLeft), vg.Point{X: at(m.At) + vg.Points(2), Y: y(line + markHeight*0.35)}, m.Text)
+		look, where := style(9, red, draw.XLeft), at(m.At)+vg.Points(2)
+		if where+look.Width(m.Text) > c.Max.X { // It would run into the legend.
+			look, where = style(9, red, draw.XRight), at(m.At)-vg.Points(2)
+		}
+		c.FillText(look, vg.Point{X: where, Y: y(line + markHeight*0.35)}, m.Text)
 	}
 }
 
