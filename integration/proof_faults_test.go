@@ -113,7 +113,13 @@ func (p *proof) forDatabase(setting string) {
 	p.exec(p.t, `ALTER DATABASE "`+name+`" SET `+setting)
 }
 
-func serializable(p *proof) { p.forDatabase("default_transaction_isolation = 'serializable'") }
+func serializable(p *proof) {
+	p.forDatabase("default_transaction_isolation = 'serializable'")
+	var level string
+	if p.scan(p.t, "SHOW default_transaction_isolation", &level); level != "serializable" {
+		p.t.Fatalf("the default isolation is %s", level)
+	}
+}
 
 // skew sets the database's clock an hour off those of the nodes. (A node's own can't
 // be moved alone on one machine; to the library it is the same.)
@@ -121,6 +127,10 @@ func skew(p *proof) {
 	p.exec(p.t, "CREATE SCHEMA skewed")
 	p.exec(p.t, "CREATE FUNCTION skewed.clock_timestamp() RETURNS timestamptz LANGUAGE sql VOLATILE AS $$ SELECT pg_catalog.clock_timestamp() + interval '1 hour' $$")
 	p.forDatabase("search_path = skewed, pg_catalog, public") // Found before the built-in one.
+	var ahead int
+	if p.scan(p.t, "SELECT round(extract(epoch FROM clock_timestamp() - pg_catalog.clock_timestamp()) / 60)::int", &ahead); ahead != 60 {
+		p.t.Fatalf("the clock is %d minutes ahead", ahead)
+	}
 }
 
 // changeTables is DDL on coord's tables that locks them, moves them or makes what is
