@@ -117,6 +117,18 @@ func lockAndUnlock(ctx context.Context, r *contest, c *coord.Coord, i int) {
 	}
 }
 
+// proveLeases is what a process of a proof does with leases.
+func proveLeases(ctx context.Context, r *contest, c *coord.Coord, i int) {
+	const ttl = 60 * time.Millisecond
+	owner := fmt.Sprint("contender ", i)
+	a, err := leaseActor(c, r.db, owner, ttl)
+	if err != nil {
+		panic(err)
+	}
+	p := &prover{proverOrders{TTL: ttl, Keys: 1}, r.db, r.rec}
+	p.act(ctx, primitives[0], a, owner)
+}
+
 // TestProofMutants: the checker catches bugs that were put in on purpose, and
 // nothing without them. The driver does not matter.
 func TestProofMutants(t *testing.T) {
@@ -135,6 +147,8 @@ func TestProofMutants(t *testing.T) {
 			func(*testing.T, *env) {}, trustRenewals, history.Overlap},
 		{"a token drawn in VALUES", mutant(t, "mutex.sql", "SELECT $1::text, '', 0, 0, 'epoch', 'epoch'", "SELECT $1::text, '', nextval('\"coord_mutex_fence\"'), 0, 'epoch', 'epoch'", "fence = nextval('\"coord_mutex_fence\"')", "fence = excluded.fence"),
 			slowInserts, lockAndUnlock, history.TokenOrder},
+		{"a guard that asks for any holder", mutant(t, "lease.sql", "owner = $3::text AND epoch = $4::bigint\n", "$3::text > '' AND $4::bigint > 0\n"),
+			func(t *testing.T, e *env) { e.exec(t, proofTables) }, proveLeases, history.StaleWrite},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			test.prepare(t, e)
@@ -179,7 +193,7 @@ func expect(t *testing.T, wrong []history.Violation, want history.Wrong) {
 // lateReplies: this bug is in what a holder makes of a reply, so the mutant is the
 // holder. Its network delays replies, and it counts the TTL from there.
 func lateReplies(t *testing.T, e *env) {
-	const ttl, delay = 400 * time.Millisecond, 200 * time.Millisecond
+	const ttl, delay = 800 * time.Millisecond, 600 * time.Millisecond
 	p, through := newProxy(t, e)
 	behind := *e
 	behind.url = through

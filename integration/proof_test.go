@@ -24,7 +24,7 @@ import (
 // and checks what they have written down. It is short unless COORD_PROOF is "full":
 // make proof.
 func TestProof(t *testing.T) {
-	full := os.Getenv("COORD_PROOF") == "full"
+	full := fullProof()
 	var rows proofTable
 	t.Run("faults", func(t *testing.T) {
 		for i, f := range faults {
@@ -52,8 +52,18 @@ const (
 	proofTTL     = time.Second
 	proofKeys    = 3 // of each primitive
 	proofWorkers = 3
-	proofLength  = 5 * time.Second
 )
+
+// fullProof tells whether all of it is asked for.
+func fullProof() bool { return os.Getenv("COORD_PROOF") == "full" }
+
+// proofLength is that of a run.
+func proofLength() time.Duration {
+	if fullProof() {
+		return 10 * time.Second
+	}
+	return 5 * time.Second
+}
 
 // proof is one run.
 type proof struct {
@@ -97,7 +107,7 @@ func proveUnder(t *testing.T, f fault, driver string) *proof {
 		p.workers = append(p.workers, w)
 		p.launch(w)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), proofLength)
+	ctx, cancel := context.WithTimeout(t.Context(), proofLength())
 	defer cancel()
 	pause(ctx, proofTTL/2)
 	f.inject(ctx, p)
