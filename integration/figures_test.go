@@ -295,7 +295,7 @@ func (f *figures) handOvers() {
 		took := f.handOver(first, second, 100)
 		slices.Sort(took)
 		f.say("| %s | %.2f ms | %.2f ms |", between, ms(took[50]), ms(took[99]))
-		s := picture.Series{Name: "between " + between}
+		s := picture.Series{Name: between}
 		for _, d := range took {
 			s.Values = append(s.Values, ms(d))
 		}
@@ -303,7 +303,7 @@ func (f *figures) handOvers() {
 	}
 	f.say("\nOne who waits in another process asks again after 50 to 100 ms at most; one of the same process is let through at once.\n")
 	f.say("![How long hand-overs take](docs/hand-over.svg)\n")
-	f.draw(picture.Histogram(filepath.Join(f.dir, "docs/hand-over.svg"), "Hand-over of a table mutex", "milliseconds", 40, series...))
+	f.draw(picture.Histogram(filepath.Join(f.dir, "docs/hand-over.svg"), "Hand-over of a table mutex, between", "milliseconds", 40, series...))
 }
 
 func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }

@@ -95,7 +95,7 @@ func Histogram(file, title, x string, bins int, series ...Series) error {
 		p.Add(h)
 		legend.Add(s.Name, h)
 	}
-	return save(p, legend, 9*vg.Inch, 4*vg.Inch, 1.6*vg.Inch, file)
+	return save(p, legend, 8*vg.Inch, 4*vg.Inch, 1.2*vg.Inch, file)
 }
 
 func translucent(c color.Color) color.Color {
