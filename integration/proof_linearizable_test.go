@@ -62,11 +62,16 @@ var reservationsModel = porcupine.Model{
 	Partition: byKey,
 	Init:      func() any { return keyState{} },
 	Step: func(state, input, output any) (bool, any) {
-		s := state.(keyState)
-		want := s.apply(input.(operation))
+		s, op := state.(keyState), input.(operation)
+		want := s.apply(op)
+		if output.(string) == unknownHolder { // It was gone again when it was asked for.
+			return strings.HasPrefix(want, unknownHolder), s
+		}
 		return want == output.(string), s
 	},
 }
+
+const unknownHolder = "held by "
 
 // apply is the state table of reservations: it changes s and says what the caller
 // sees.
@@ -78,7 +83,7 @@ func (s *keyState) apply(op operation) string {
 		return s.String()
 	case "reserve":
 		if !free && !mine {
-			return "held by " + s.owner
+			return unknownHolder + s.owner
 		}
 		s.owner = op.owner
 		s.holds = without(s.holds, op.hold) + op.hold + ","
@@ -246,14 +251,14 @@ func shown(r coord.Reservation) string {
 	return s.String()
 }
 
-// outcome is a call's result in words. An unknown holder is still a holder.
+// outcome is a call's result in words.
 func outcome(err error, good func() string) string {
 	var held *coord.HeldError
 	switch {
 	case err == nil:
 		return good()
 	case errors.As(err, &held) && strings.Contains(held.What, "reservation"):
-		return "held by " + strings.TrimPrefix(held.Owner, "/")
+		return unknownHolder + strings.TrimPrefix(held.Owner, "/")
 	case errors.Is(err, coord.ErrHeld):
 		return "held"
 	}
@@ -301,6 +306,8 @@ func TestProofModels(t *testing.T) {
 		{"a token that went back", lockModel, []porcupine.Operation{call(0, lock("a"), "fence 2"), call(10, unlock("a"), "ok"), call(20, lock("b"), "fence 1")}, false},
 		{"an error", lockModel, []porcupine.Operation{call(0, lock("a"), "connection reset")}, false},
 		{"reserved and confirmed", reservationsModel, []porcupine.Operation{call(0, key("reserve", "a", 0), "a false 0 x,"), call(10, key("confirm", "a", 1), "confirmed now"), call(20, key("reserve", "b", 0), "held by a")}, true},
+		{"refused by one who is gone", reservationsModel, []porcupine.Operation{call(0, key("confirm", "a", 1), "confirmed now"), call(10, key("reserve", "b", 0), "held by ")}, true},
+		{"refused though free", reservationsModel, []porcupine.Operation{call(10, key("reserve", "b", 0), "held by ")}, false},
 		{"of two", reservationsModel, []porcupine.Operation{call(0, key("confirm", "a", 1), "confirmed now"), call(10, key("confirm", "b", 1), "confirmed now")}, false},
 		{"resurrected", reservationsModel, []porcupine.Operation{call(0, key("confirm", "a", 1), "confirmed now"), call(10, key("release", "a", 2), "true"), call(20, key("confirm", "a", 1), "confirmed now")}, false},
 		{"not found", reservationsModel, []porcupine.Operation{call(0, key("confirm", "a", 1), "confirmed now"), call(10, key("find", "a", 0), " false 0 ")}, false},
