@@ -3,7 +3,7 @@ PACKAGES = ./... ./integration/... ./examples/...
 STATICCHECK = honnef.co/go/tools/cmd/staticcheck@v0.8.2
 TESTFLAGS =
 
-.PHONY: test race lint fmt vet staticcheck bench
+.PHONY: test race lint fmt vet staticcheck bench proof figures fuzz
 
 test:
 	go test $(TESTFLAGS) $(PACKAGES)
@@ -24,3 +24,16 @@ staticcheck:
 
 bench:
 	go test -run '^$$' -bench . ./integration/...
+
+# All of the evidence, which takes minutes. Without a package named, go test shows what it prints.
+proof:
+	cd integration && COORD_PROOF=full go test -count=1 -timeout=15m -run '^TestProof'
+
+# Writes BENCHMARKS.md and its pictures.
+figures:
+	cd integration && COORD_FIGURES=$(CURDIR) go test -count=1 -timeout=15m -run '^TestFigures$$'
+
+# Finding a smaller input for each new one would take all of the time.
+fuzz:
+	go test -run '^$$' -fuzz '^FuzzParse$$' -fuzztime=1m -fuzzminimizetime=10x .
+	go test -run '^$$' -fuzz '^FuzzIdentifier$$' -fuzztime=1m -fuzzminimizetime=10x .

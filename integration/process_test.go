@@ -28,6 +28,7 @@ type orders struct {
 	Random bool // release, expire and purge at random
 	Node   string
 	TTL    time.Duration
+	Prover proverOrders
 }
 
 // roles are what a process of a test can be, by name.
@@ -35,6 +36,7 @@ var roles = map[string]func(orders, *sql.DB, *coord.Coord) error{
 	"counter":  countUp,
 	"transfer": transfer,
 	"runner":   runShare,
+	"prover":   prove,
 }
 
 // play is main of a process in a role.

@@ -13,48 +13,95 @@ import (
 )
 
 // proxy stands between a driver and the server, and can turn into a black hole: it
-// then forwards nothing any more and tells nobody, like a network that drops
-// packets.
+// then forwards nothing any more, in one direction or both, and tells nobody, like a
+// network that drops packets.
 type proxy struct {
 	listener net.Listener
-	target   string
 	mu       sync.Mutex
-	conns    []net.Conn
-	hole     chan struct{} // closed: nothing passes
-	asked    atomic.Bool   // the client spoke last
-	trips    atomic.Int64  // how often it has, after the server
+	target   string
+	closed   bool
+	conns    map[net.Conn]bool // of both sides
+	drop     [2]atomic.Bool    // what clients send, what the server sends
+	delay    atomic.Int64      // of what the server sends
+	asked    atomic.Bool       // the client spoke last
+	trips    atomic.Int64      // how often it has, after the server
 	wg       sync.WaitGroup
 }
 
+// The directions of a proxy.
+const toServer, toClient = 0, 1
+
 // newProxy returns a proxy in front of the environment's server, and the URL that
 // leads through it.
-func newProxy(t *testing.T, e *env) (*proxy, string) {
+func newProxy(t testing.TB, e *env) (*proxy, string) {
 	t.Helper()
 	u, err := url.Parse(e.url)
 	if err != nil {
 		t.Fatal(err)
 	}
+	p := proxyTo(t, u.Host)
+	u.Host = p.addr()
+	return p, u.String()
+}
+
+// proxyTo returns a proxy in front of an address.
+func proxyTo(t testing.TB, target string) *proxy {
+	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := &proxy{listener: l, target: u.Host, hole: make(chan struct{})}
-	u.Host = l.Addr().String()
+	p := &proxy{listener: l, target: target, conns: map[net.Conn]bool{}}
 	p.wg.Go(p.serve)
 	t.Cleanup(p.close)
-	return p, u.String()
+	return p
 }
 
-// swallow turns the proxy into a black hole.
-func (p *proxy) swallow() { close(p.hole) }
+func (p *proxy) addr() string { return p.listener.Addr().String() }
 
-// close ends every connection.
+// swallow turns the proxy into a black hole, in both directions unless some are
+// named.
+func (p *proxy) swallow(directions ...int) {
+	if len(directions) == 0 {
+		directions = []int{toServer, toClient}
+	}
+	for _, d := range directions {
+		p.drop[d].Store(true)
+	}
+}
+
+// heal lets everything pass again, but on new connections: a stream can't go on
+// without what was dropped.
+func (p *proxy) heal() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.cut()
+	for d := range p.drop {
+		p.drop[d].Store(false)
+	}
+}
+
+// redirect leads new connections to another address, and ends those there are.
+func (p *proxy) redirect(target string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.target = target
+	p.cut()
+}
+
+// cut ends every connection. Its caller has the mutex.
+func (p *proxy) cut() {
+	for c := range p.conns {
+		c.Close()
+	}
+}
+
+// close ends the proxy.
 func (p *proxy) close() {
 	p.listener.Close()
 	p.mu.Lock()
-	for _, c := range p.conns {
-		c.Close()
-	}
+	p.closed = true
+	p.cut()
 	p.mu.Unlock()
 	p.wg.Wait()
 }
@@ -65,44 +112,60 @@ func (p *proxy) serve() {
 		if err != nil {
 			return
 		}
-		server, err := net.Dial("tcp", p.target)
+		p.mu.Lock()
+		target := p.target
+		p.mu.Unlock()
+		server, err := net.Dial("tcp", target)
 		if err != nil {
 			client.Close()
 			continue
 		}
 		p.mu.Lock()
-		p.conns = append(p.conns, client, server)
+		p.conns[client], p.conns[server] = true, true
+		if p.closed {
+			p.cut()
+		}
 		p.mu.Unlock()
-		p.wg.Go(func() { p.forward(client, server, true) })
-		p.wg.Go(func() { p.forward(server, client, false) })
+		p.wg.Go(func() { p.forward(client, server, toServer) })
+		p.wg.Go(func() { p.forward(server, client, toClient) })
 	}
 }
 
 // forward copies until either side ends. In a black hole it reads on, so that the
 // sender's kernel is content, and drops what it reads.
-func (p *proxy) forward(from, to net.Conn, asks bool) {
+func (p *proxy) forward(from, to net.Conn, direction int) {
 	buffer := make([]byte, 32<<10)
+	asks := direction == toServer
 	for {
 		n, err := from.Read(buffer)
 		if n > 0 && p.asked.Swap(asks) != asks && asks {
 			p.trips.Add(1)
 		}
-		select {
-		case <-p.hole:
+		if p.drop[direction].Load() {
 			if err != nil {
-				return
+				return // That the connection has ended is dropped too.
 			}
 			continue
-		default:
 		}
 		if err == nil {
+			if !asks {
+				time.Sleep(time.Duration(p.delay.Load()))
+			}
 			_, err = to.Write(buffer[:n])
 		}
 		if err != nil {
-			from.Close()
-			to.Close()
+			p.forget(from, to)
 			return
 		}
+	}
+}
+
+func (p *proxy) forget(conns ...net.Conn) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, c := range conns {
+		c.Close()
+		delete(p.conns, c)
 	}
 }
 

@@ -54,7 +54,7 @@ func BenchmarkRun(b *testing.B) {
 		if e.name != "postgres-pgx" {
 			continue
 		}
-		server := testdb.NewPrivate(b) // The WAL is everybody's.
+		server := testdb.NewCluster(b) // The WAL is everybody's.
 		e.dsn = func(testing.TB) string { return server.URL() }
 		for _, size := range []struct{ nodes, partitions int }{{100, 1000}, {100, 100}, {10, 1000}, {10, 100}} {
 			b.Run(fmt.Sprintf("nodes=%d/partitions=%d", size.nodes, size.partitions), func(b *testing.B) {

@@ -291,13 +291,17 @@ func TestRunProcesses(t *testing.T) {
 			delete(c.processes, node)
 		}
 		ends["n3"] = time.Now()
-		stop(t, c.processes["n3"])
+		if err := suspend(c.processes["n3"].cmd.Process); err != nil {
+			t.Fatal(err)
+		}
 		held := len(c.runningOn("n3"))
 		eventually(t, "others have everything", func() bool { return c.takenOver(ends) })
 		t.Logf("took over from two killed and one stopped %v after the first kill; TTL %v, heartbeat %v", time.Since(ends["n1"]), c.ttl, c.ttl/3)
 
 		woken := time.Now()
-		resume(t, c.processes["n3"])
+		if err := resume(c.processes["n3"].cmd.Process); err != nil {
+			t.Fatal(err)
+		}
 		eventually(t, "the stopped one's fns have ended and written in vain", func() bool { return c.count("refused", "n3") == held })
 		var last time.Duration
 		for _, m := range c.marks.list() {
@@ -501,7 +505,7 @@ func TestRunDatabaseRestart(t *testing.T) {
 		t.Run(e.name, func(t *testing.T) {
 			before := goleak.IgnoreCurrent()
 			t.Cleanup(func() { goleak.VerifyNone(t, before) })
-			server := testdb.NewPrivate(t)
+			server := testdb.NewCluster(t)
 			env := &env{engine: e, url: server.URL()}
 			var m marks
 			const partitions = 64
@@ -513,7 +517,7 @@ func TestRunDatabaseRestart(t *testing.T) {
 			}
 			eventually(t, "four share", func() bool { return m.balanced(partitions, names...) })
 			quiet := len(m.list())
-			server.Crash(t)
+			server.Stop(t)
 			time.Sleep(2 * time.Second)
 			server.Start(t)
 			back := time.Now()

@@ -37,6 +37,7 @@ type options struct {
 	workers    int
 	partitions int
 	length     time.Duration
+	timeline   string // the file of a picture of the run; "" is none
 }
 
 func main() {
@@ -73,6 +74,12 @@ func run(opts options) int {
 	}
 	wrong := check(h)
 	view.verdict(h, wrong)
+	if opts.timeline != "" {
+		if err := draw(h, opts.timeline); err != nil {
+			fmt.Fprintln(os.Stderr, "workers:", err)
+			return exitFailed
+		}
+	}
 	if len(wrong) > 0 {
 		return exitFailed
 	}
@@ -109,6 +116,7 @@ func parse(args []string, out io.Writer) (options, error) {
 	flags.IntVar(&opts.workers, "workers", 4, "how many worker processes, 2 to 9")
 	flags.IntVar(&opts.partitions, "partitions", 12, "how many partitions, 1 to 14")
 	flags.DurationVar(&opts.length, "for", 10*time.Second, "how long the workers run, 3s to 1h; some seconds more if the machine is slow")
+	flags.StringVar(&opts.timeline, "timeline", "", "write a picture of the run to `FILE.svg`: a lane for each partition, a colour for each worker")
 	if err := flags.Parse(args); err != nil {
 		return opts, err
 	}

@@ -73,14 +73,15 @@ func onMachine(ctx context.Context) (*server, error) {
 	}
 }
 
-// programs is the directory of initdb and postgres.
-func programs(ctx context.Context) (string, error) {
+// programs is the directory of initdb, postgres and others.
+func programs(ctx context.Context, others ...string) (string, error) {
+	all := append([]string{"initdb", "postgres"}, others...)
 	for _, dir := range candidates(ctx) {
-		if executable(dir, "initdb") && executable(dir, "postgres") {
+		if !slices.ContainsFunc(all, func(name string) bool { return !executable(dir, name) }) {
 			return dir, nil
 		}
 	}
-	return "", errors.New("no initdb and postgres on PATH, in pg_config --bindir or /usr/lib/postgresql")
+	return "", fmt.Errorf("no %s on PATH, in pg_config --bindir or /usr/lib/postgresql", strings.Join(all, ", "))
 }
 
 func candidates(ctx context.Context) []string {
@@ -191,53 +192,36 @@ func (c *cluster) give(path string) error {
 
 // serve starts the server under its supervisor.
 func (c *cluster) serve(addr *net.TCPAddr) (*server, error) {
-	p, err := c.launch(supervisor, addr)
-	if err != nil {
-		return nil, err
-	}
-	return &server{
-		admin:  adminURL(addr.String(), c.password),
-		stop:   sync.OnceValue(func() error { return errors.Join(p.stop(), os.RemoveAll(c.dir)) }),
-		exited: p.exited,
-		log:    p.log,
-	}, nil
-}
-
-// launched is a script that runs.
-type launched struct {
-	group  int           // of its processes
-	pipe   *os.File      // the script ends the server when it closes
-	exited chan struct{} // closed when all is over
-	log    *tail
-}
-
-// launch starts a script that runs the server, such as supervisor.
-func (c *cluster) launch(script string, addr *net.TCPAddr) (*launched, error) {
 	theirs, ours, err := os.Pipe()
 	if err != nil {
 		return nil, err
 	}
 	defer theirs.Close()
-	p := &launched{pipe: ours, exited: make(chan struct{}), log: new(tail)}
-	cmd := c.command(script, addr)
+	log := new(tail)
+	cmd := c.command(addr)
 	cmd.ExtraFiles = []*os.File{theirs}
-	cmd.Stdout, cmd.Stderr = p.log, p.log
+	cmd.Stdout, cmd.Stderr = log, log
 	if err := cmd.Start(); err != nil {
 		return nil, errors.Join(err, ours.Close())
 	}
-	p.group = cmd.Process.Pid
+	exited := make(chan struct{})
 	go func() {
-		defer close(p.exited)
+		defer close(exited)
 		_ = cmd.Wait() // How it ended is in the log.
 	}()
-	return p, nil
+	return &server{
+		admin:  adminURL(addr.String(), c.password),
+		stop:   sync.OnceValue(func() error { return c.stop(cmd.Process.Pid, ours, exited) }),
+		exited: exited,
+		log:    log,
+	}, nil
 }
 
 // command is the supervisor, run by the owner, in the cluster's directory
 // because the caller's may be closed to the owner, and without the caller's PG*
 // variables.
-func (c *cluster) command(script string, addr *net.TCPAddr) *exec.Cmd {
-	cmd := exec.Command("/bin/sh", "-c", script, "sh", c.dir, c.bin,
+func (c *cluster) command(addr *net.TCPAddr) *exec.Cmd {
+	cmd := exec.Command("/bin/sh", "-c", supervisor, "sh", c.dir, c.bin,
 		"-c", "listen_addresses="+addr.IP.String(),
 		"-c", "port="+strconv.Itoa(addr.Port),
 		"-c", "unix_socket_directories=") // Else in a folder that may not exist.
@@ -252,16 +236,16 @@ func (c *cluster) command(script string, addr *net.TCPAddr) *exec.Cmd {
 	return cmd
 }
 
-// stop lets go of the script's pipe and waits until all is over.
-func (p *launched) stop() error {
-	err := p.pipe.Close()
+// stop lets go of the supervisor's pipe and waits until all is gone.
+func (c *cluster) stop(group int, pipe *os.File, exited <-chan struct{}) error {
+	err := pipe.Close()
 	select {
-	case <-p.exited:
+	case <-exited:
 	case <-time.After(stopTimeout):
 		err = errors.Join(err, fmt.Errorf("testdb: the server did not end in %v", stopTimeout),
-			syscall.Kill(-p.group, syscall.SIGKILL))
+			syscall.Kill(-group, syscall.SIGKILL))
 	}
-	return err
+	return errors.Join(err, os.RemoveAll(c.dir))
 }
 
 // freeAddr is a loopback address that nobody listens on.

@@ -115,6 +115,14 @@ func findBouncer() (string, error) {
 	return exec.LookPath("/usr/sbin/pgbouncer")
 }
 
+// keepBouncer runs the program again when it ends by itself, as a service manager
+// does: version 1.18 can die of a client that vanishes (its issue 801).
+const keepBouncer = `
+(trap 'kill $p; wait $p; exit' TERM; while :; do "$1" "$2" 3<&- & p=$!; wait $p; sleep 0.1; done) &
+read -r _ <&3
+kill $!; wait $!; cd / && rm -rf "$3"
+`
+
 // runBouncer runs it under a shell that ends it when the pipe closes whose other
 // end only this process has: it outlives no test binary.
 func runBouncer(program, dir, config string, user *syscall.Credential, addr *net.TCPAddr) (string, func(), error) {
@@ -123,7 +131,7 @@ func runBouncer(program, dir, config string, user *syscall.Credential, addr *net
 		return "", nil, err
 	}
 	log := &tail{}
-	cmd := exec.Command("sh", "-c", `"$1" "$2" 3<&- & read -r _ <&3; kill $!; wait $!; cd / && rm -rf "$3"`, "sh", program, config, dir)
+	cmd := exec.Command("sh", "-c", keepBouncer, "sh", program, config, dir)
 	cmd.ExtraFiles, cmd.Stdout, cmd.Stderr = []*os.File{watched}, log, log
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Credential: user}
 	err = cmd.Start()
