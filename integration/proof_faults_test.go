@@ -136,7 +136,7 @@ func skew(p *proof) {
 // changeTables is DDL on coord's tables that locks them, moves them or makes what is
 // prepared stale.
 func changeTables(ctx context.Context, p *proof) {
-	tables := []string{"coord_lease", "coord_mutex", "coord_reservation__proof__thing"}
+	tables := []string{"coord_lease", "coord_mutex", "coord_eidlock", "coord_reservation__proof__thing"}
 	table := tables[rand.IntN(len(tables))]
 	p.mark("", "DDL")
 	for _, statement := range []string{
@@ -172,7 +172,7 @@ func breakable(p *proof) {
 }
 
 func fillDisk(ctx context.Context, p *proof) {
-	for _, table := range []string{"coord_lease", "coord_mutex", "coord_reservation__proof__thing"} {
+	for _, table := range []string{"coord_lease", "coord_mutex", "coord_eidlock", "coord_reservation__proof__thing"} {
 		p.exec(p.t, "CREATE OR REPLACE TRIGGER full_disk BEFORE INSERT OR UPDATE ON "+table+" EXECUTE FUNCTION proof_write()")
 	}
 	p.mark("", "disk full")

@@ -5,6 +5,7 @@ import (
 	"database/sql"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"sync"
 	"time"
 
@@ -15,6 +16,7 @@ import (
 var primitives = []primitive{
 	{name: "lease", actor: leaseActor},
 	{name: "mutex", actor: mutexActor},
+	{name: "id set", actor: eidActor},
 	{name: "reservation", actor: reservationActor, lasting: true},
 }
 
@@ -180,6 +182,73 @@ func (m *mutexHolder) guard(ctx context.Context, tx *sql.Tx) (string, error) {
 }
 
 func (m *mutexHolder) release(ctx context.Context, _ *sql.DB) error { return m.lock.Unlock(ctx) }
+
+// eidHolder locks a key together with an id that others want with another key.
+type eidHolder struct {
+	l      *coord.EIDLocker
+	anchor string
+	ttl    time.Duration
+	ids    []string
+	number int64 // of its own: the tokens of sets are not told
+	sent   time.Time
+	gone   <-chan struct{}
+}
+
+func eidActor(c *coord.Coord, db *sql.DB, owner string, ttl time.Duration) (actor, error) {
+	l, err := c.EIDLocker(coord.EIDConfig{Owner: owner, TTL: ttl, AcquireDeadline: ttl / 4, AcquireBackoff: 5 * time.Millisecond})
+	return &eidActs{l, db, owner, ttl}, err
+}
+
+type eidActs struct {
+	l     *coord.EIDLocker
+	db    *sql.DB
+	owner string
+	ttl   time.Duration
+}
+
+func (a *eidActs) acquire(ctx context.Context, key string) (held, error) {
+	h := &eidHolder{l: a.l, anchor: a.owner, ttl: a.ttl, ids: []string{key, fmt.Sprint("other-", rand.IntN(3))}, sent: time.Now()}
+	if err := a.l.AcquireLocks(ctx, a.owner, h.ids...); err != nil {
+		return nil, err
+	}
+	h.gone = a.l.Lost(a.owner)
+	err := a.db.QueryRowContext(ctx, "SELECT nextval('proof_tenure')").Scan(&h.number)
+	if err != nil {
+		a.l.ReleaseLocks(ctx, a.owner)
+	}
+	return h, err
+}
+
+func (h *eidHolder) token() int64          { return h.number }
+func (h *eidHolder) until() time.Time      { return h.sent.Add(h.ttl) }
+func (h *eidHolder) committed()            {}
+func (h *eidHolder) lost() <-chan struct{} { return h.gone }
+
+// renew acquires again what is held. An anchor that has lost it acquires afresh, which
+// is not to hold it still.
+func (h *eidHolder) renew(ctx context.Context) error {
+	sent := time.Now()
+	err := h.l.AcquireLocks(ctx, h.anchor, h.ids...)
+	switch {
+	case errors.Is(err, coord.ErrHeld):
+		return coord.ErrLost
+	case err == nil && h.l.Lost(h.anchor) != h.gone:
+		h.l.ReleaseLocks(ctx, h.anchor)
+		return coord.ErrLost
+	case err == nil:
+		h.sent = sent
+	}
+	return err
+}
+
+func (h *eidHolder) guard(ctx context.Context, tx *sql.Tx) (string, error) {
+	return "write", h.l.Guard(ctx, tx, h.anchor)
+}
+
+func (h *eidHolder) release(ctx context.Context, _ *sql.DB) error {
+	h.l.ReleaseLocks(ctx, h.anchor)
+	return nil
+}
 
 // reservationHolder reserves a key, confirms it in the transaction that writes, and
 // releases it in another.
