@@ -32,7 +32,7 @@ func eidPairs(b testing.TB, e *env) (pairs []pair) {
 			b.Fatal(err)
 		}
 		pairs = append(pairs, pair{
-			fmt.Sprint("acquire+release-", n),
+			fmt.Sprintf("ids-%d", n),
 			func() {
 				if err := l.AcquireLocks(ctx, "tx", ids[:n]...); err != nil {
 					b.Fatal(err)

@@ -155,6 +155,13 @@ func (f *figures) operations(db *sql.DB) []measured {
 		return err
 	}
 	giveUp := func() error { _, err := res.Release(ctx, proofScope, "k", owner, version); return err }
+	ids, err := c.EIDLocker(coord.EIDConfig{TTL: time.Hour, AcquireBackoff: time.Minute, AcquireMaxBackoff: time.Minute, AcquireDeadline: 20 * time.Millisecond})
+	if err != nil {
+		f.Fatal(err)
+	}
+	set := []string{"a", "b", "c"}
+	lock3 := func() error { return ids.AcquireLocks(ctx, "tx", set...) }
+	free3 := func() error { ids.ReleaseLocks(ctx, "tx"); return nil }
 	refused := func(err error) error {
 		if err == nil {
 			return fmt.Errorf("granted")
@@ -172,6 +179,17 @@ func (f *figures) operations(db *sql.DB) []measured {
 		{"lock one that is held", nil, func() error { _, err := d.Acquire(ctx, "m", time.Hour); return refused(err) }},
 		{"extend a table mutex", nil, func() error { _, err := d.Extend(ctx, lock, time.Hour); return err }},
 		{"unlock a table mutex", func() error { _ = free(); return take() }, free},
+		{"lock 3 ids", free3, lock3},
+		{"lock 3 that another has locked", nil, func() error {
+			rival, err := c.EIDLocker(coord.EIDConfig{AcquireDeadline: 20 * time.Millisecond})
+			if err == nil {
+				err = refused(rival.AcquireLocks(ctx, "rival", set...))
+				rival.Close()
+			}
+			return err
+		}},
+		{"renew 3 ids", lock3, lock3},
+		{"release 3 ids", lock3, free3},
 		{"reserve a key", func() error { _ = confirm(); return giveUp() }, reserve},
 		{"reserve another's", confirm, func() error {
 			_, err := res.Reserve(ctx, proofScope, "k", coord.AggregateRef{ID: "p"}, "h", time.Hour)
@@ -217,7 +235,7 @@ func (f *figures) costs() {
 // hot is the share of HOT updates, once a session has reported what it did.
 func (f *figures) hot() {
 	f.say("| table | updates | HOT |\n|---|---:|---:|")
-	for _, table := range []string{"coord_lease", "coord_member", "coord_mutex", "coord_reservation__proof__thing"} {
+	for _, table := range []string{"coord_lease", "coord_member", "coord_mutex", "coord_eidlock", "coord_reservation__proof__thing"} {
 		var updates, hot int64
 		eventually(f, "the statistics arrive", func() bool {
 			f.scan(f, "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = '"+table+"'", &updates, &hot)
@@ -239,7 +257,7 @@ func median[T int64 | time.Duration](list []T) T {
 func (f *figures) speed() {
 	f.exec(f, "TRUNCATE coord_lease") // leasePairs fills it.
 	f.say("| one client, one after the other | per second | the bare statements | ratio of the medians |\n|---|---:|---:|---:|")
-	for _, p := range slices.Concat(leasePairs(f, f.env), mutexPairs(f, f.env), reservationPairs(f, f.env)) {
+	for _, p := range slices.Concat(leasePairs(f, f.env), mutexPairs(f, f.env), eidPairs(f, f.env), reservationPairs(f, f.env)) {
 		var times [2][]time.Duration
 		for end := time.Now().Add(2 * time.Second); len(times[0]) < 20 || len(times[0]) < 2000 && time.Now().Before(end); {
 			for i, op := range []func(){p.coord, p.bare} {
