@@ -226,6 +226,88 @@ func TestEIDTakeover(t *testing.T) {
 	})
 }
 
+// TestEIDStatements: what the statements refuse that the library, as a rule, does not
+// ask for.
+func TestEIDStatements(t *testing.T) {
+	eachEngine(t, func(t *testing.T, e *env) {
+		if e.pooler {
+			return // Nothing is prepared there.
+		}
+		if err := e.coord(t).Migrate(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		r := newRaw(t, e)
+		hour := time.Hour.Microseconds()
+		acquire, renew := r.prepare(e, "eidlock.sql", "acquire"), r.prepare(e, "eidlock.sql", "renew")
+		undo, release := r.prepare(e, "eidlock.sql", "undo"), r.prepare(e, "eidlock.sql", "release")
+		var fence int64
+		take := func(attempt int64) (granted bool) {
+			for range 2 { // The first may make the rows.
+				var token int64
+				query(t, acquire, []any{&granted, &token, new(string), new(string), new(int64)}, `["a","b"]`, "me", "tx", hour, nil, attempt)
+				if granted && token > 0 {
+					fence = token
+					return true
+				}
+			}
+			return false
+		}
+		changes := func(stmt *sql.Stmt, args ...any) int64 {
+			t.Helper()
+			result, err := stmt.Exec(args...)
+			if err != nil {
+				t.Fatal(err)
+			}
+			n, _ := result.RowsAffected()
+			return n
+		}
+		const coord1, coord2 = 1 << 32, 2 << 32
+		if !take(coord1+2) || take(coord1+1) || !take(coord1+2) || !take(coord2+1) {
+			t.Error("an attempt was granted over a later one of its Coord, or was not granted over itself or another Coord's")
+		}
+		for _, test := range []struct {
+			name string
+			n    int64
+			want int64
+		}{
+			{"undo of another attempt", changes(undo, `["a","b"]`, int64(coord2+2)), 0},
+			{"renewal with another token", changes(renew, `["a","b"]`, fence-1, hour, nil), 0},
+			{"renewal of more than is held", changes(renew, `["a","b","c"]`, fence, hour, nil), 0},
+			{"release with another token", changes(release, `["a","b"]`, fence-1), 0},
+			{"renewal", changes(renew, `["a","b"]`, fence, hour, nil), 2},
+			{"renewal of some", changes(renew, `["b"]`, fence, int64(1), nil), 1},
+		} {
+			if test.n != test.want {
+				t.Errorf("%s changed %d rows, want %d", test.name, test.n, test.want)
+			}
+		}
+		e.pass(t, e.now(t).Add(5*time.Millisecond))
+		if n := changes(renew, `["a","b"]`, fence, hour, nil); n != 0 {
+			t.Errorf("renewal of a set of which one has expired changed %d rows, want none", n)
+		}
+		if n := changes(undo, `["a","b"]`, int64(coord2+1)); n != 2 || changes(release, `["a","b"]`, fence) != 0 {
+			t.Errorf("undo changed %d rows, want 2, and a release none after it", n)
+		}
+	})
+}
+
+// TestEIDMadeRowsAreFree: the rows of ids that are new are made before they are locked,
+// and if another is taken in between, nothing is locked.
+func TestEIDMadeRowsAreFree(t *testing.T) {
+	eachPostgres(t, func(t *testing.T, e *env) {
+		l := e.locker(t, coord.EIDConfig{})
+		lockIDs(t, l, "before", "z")
+		l.ReleaseLocks(t.Context(), "before")
+		e.exec(t, `CREATE FUNCTION rival() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+			UPDATE coord_eidlock SET owner = 'rival', anchor = 'rival', expires_at = clock_timestamp() + interval '1 hour' WHERE eid = 'z';
+			RETURN NULL;
+		END $$`)
+		e.exec(t, "CREATE TRIGGER rival AFTER INSERT ON coord_eidlock EXECUTE FUNCTION rival()")
+		refusedIDs(t, l, "tx", "a", "b", "z")
+		wantLocked(t, e, "z rival")
+	})
+}
+
 // TestEIDTokensGrow for each id, across release, expiry, takeover and Purge.
 func TestEIDTokensGrow(t *testing.T) {
 	eachEngine(t, func(t *testing.T, e *env) {

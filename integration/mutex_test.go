@@ -858,6 +858,8 @@ func TestLateRenewal(t *testing.T) {
 			}
 			s := e.coord(t).Leases()
 			grant(t, s, "a", 10*time.Second)
+			l := e.locker(t, coord.EIDConfig{TTL: 10 * time.Second})
+			lockIDs(t, l, "tx", "id")
 			for _, at := range []time.Duration{5 * time.Second, time.Second} {
 				e.clock.set(now.Add(at))
 				if ok, err := d.Extend(t.Context(), lock, 10*time.Second); !ok || err != nil {
@@ -867,11 +869,13 @@ func TestLateRenewal(t *testing.T) {
 				if err != nil || len(renewed) != 1 || !renewed[0].ExpiresAt.Equal(now.Add(15*time.Second)) {
 					t.Fatalf("Renew dated %v = %+v, %v, want it to last until 15 s", at, renewed, err)
 				}
+				lockIDs(t, l, "tx", "id")
 			}
 			e.clock.set(now.Add(15*time.Second - 1))
 			if _, err := e.mutexDriver(t, "table").Acquire(t.Context(), "m", time.Second); !errors.Is(err, coord.ErrHeld) {
 				t.Errorf("Acquire before the later renewal's end = %v, want ErrHeld", err)
 			}
+			assertIDs(t, l, "tx", nil)
 			if _, err := s.Renew(t.Context(), "jobs", []int{3}, "a", time.Second); err != nil {
 				t.Fatal(err)
 			}
