@@ -596,15 +596,15 @@ func TestEIDBlackHole(t *testing.T) {
 					t.Error(err)
 					return
 				}
-				t.Cleanup(func() { db.Close() })
+				t.Cleanup(func() { p.close(); db.Close() })
 				cfg := coord.EIDConfig{TTL: 3 * time.Second, AcquireBackoff: 10 * time.Millisecond, AcquireMaxBackoff: 50 * time.Millisecond}
 				l, err := newCoord(t, db, e.dialect, coord.Config{}).EIDLocker(cfg)
 				if err != nil {
 					t.Error(err)
 					return
 				}
-				defer l.Close() // It tries to release for 5 s.
-				defer p.close()
+				defer l.Close()
+				defer p.heal() // Else it tries to release for 5 s.
 				id, anchor := fmt.Sprint("id", run), fmt.Sprint("tx", run)
 				if err := l.AcquireLocks(t.Context(), anchor, id, id+"'"); err != nil {
 					t.Errorf("AcquireLocks = %v", err)
