@@ -321,7 +321,7 @@ func (f *figures) handOvers() {
 	}
 	f.say("\nOne who waits in another process asks again after 50 to 100 ms at most; one of the same process is let through at once.\n")
 	f.say("![How long hand-overs take](docs/hand-over.svg)\n")
-	f.draw(picture.Histogram(filepath.Join(f.dir, "docs/hand-over.svg"), "Hand-over of a table mutex, between", "milliseconds", 40, series...))
+	f.draw(picture.Histogram(filepath.Join(f.dir, "docs/hand-over.svg"), "Hand-over of a table mutex between goroutines and between processes", "milliseconds", 40, series...))
 }
 
 func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
