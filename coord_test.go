@@ -329,7 +329,7 @@ func TestStatements(t *testing.T) {
 	ctx, now, minute := t.Context(), at.UnixMicro(), int64(60e6)
 	leases, members := c.Leases(), c.Members()
 
-	mock.ExpectQuery(leases.acquire).WithArgs("g", 3, "o", minute, now, sqlmock.AnyArg()).
+	mock.ExpectQuery(leases.acquire).WithArgs("g", 3, "o", minute, now, sqlmock.AnyArg(), true).
 		WillReturnRows(sqlmock.NewRows([]string{"granted", "owner", "epoch", "expires"}).AddRow(true, "o", 7, now+minute))
 	lease, err := leases.Acquire(ctx, "g", 3, "o", time.Minute)
 	if err != nil || lease.Group != "g" || lease.Partition != 3 || lease.Owner != "o" || lease.Epoch != 7 || !lease.ExpiresAt.Equal(at.Add(time.Minute)) {

@@ -32,12 +32,12 @@ type Lease struct {
 // [Coord.RunPartitions] what it has acquired itself. They give up when ctx ends before
 // they are sent; once sent they wait for the database, no longer than
 // [Config.Timeout]. An Acquire that waits for an open Guard holds the others up for as
-// long: a TTL had better be twice the Timeout or more.
+// long: a TTL had better be four times the Timeout or more.
 type LeaseStore struct {
 	c     *Coord
 	table *table
 
-	acquire string // (group, partition, owner, ttl, now, attempt) row of (granted, owner, epoch, expires), or none
+	acquire string // (group, partition, owner, ttl, now, attempt, wait) row of (granted, owner, epoch, expires), or none
 	holder  string // (group, partition, now) row of (owner, expires), or none
 	undo    string // (group, partition, owner, attempt) changes the row of that attempt
 	renew   string // (group, partitions json, owner, ttl, now) rows of (partition, epoch, expires)
@@ -67,6 +67,12 @@ func (s *LeaseStore) load(c *Coord) error {
 //
 // The context bounds the acquisition only.
 func (s *LeaseStore) Acquire(ctx context.Context, group string, partition int, owner string, ttl time.Duration) (Lease, error) {
+	return s.take(ctx, group, partition, owner, ttl, true)
+}
+
+// take is Acquire, which need not wait for anybody's transaction. That it must not is
+// an [ErrHeld] too.
+func (s *LeaseStore) take(ctx context.Context, group string, partition int, owner string, ttl time.Duration, wait bool) (Lease, error) {
 	if err := first(checkLease(group, partition, owner), checkTTL(ttl)); err != nil {
 		return Lease{}, wrap("acquire lease", err)
 	}
@@ -74,7 +80,7 @@ func (s *LeaseStore) Acquire(ctx context.Context, group string, partition int, o
 	what := leaseName(group, partition)
 	attempt := s.c.attempt()
 	got, err := onTable(ctx, s.c, s.table, func(ctx context.Context, conn *pinned) (acquired, error) {
-		return s.tryAcquire(ctx, conn, want, ttl, attempt)
+		return s.tryAcquire(ctx, conn, want, ttl, attempt, wait)
 	}, func() { s.free(want, attempt) })
 	if err == nil && got.held != nil {
 		return Lease{}, got.held
@@ -100,12 +106,12 @@ type acquired struct {
 
 // tryAcquire sends the acquisition. On engines that can't name the holder in the
 // same statement, and when a rival was faster, it reads who it is.
-func (s *LeaseStore) tryAcquire(ctx context.Context, conn *pinned, lease Lease, ttl time.Duration, attempt int64) (acquired, error) {
+func (s *LeaseStore) tryAcquire(ctx context.Context, conn *pinned, lease Lease, ttl time.Duration, attempt int64, wait bool) (acquired, error) {
 	var granted bool
 	var holder string
 	var epoch, expires int64
 	sent := time.Now()
-	rows, err := conn.query(ctx, s.acquire, lease.Group, lease.Partition, lease.Owner, micros(ttl), s.c.now(), attempt)
+	rows, err := conn.query(ctx, s.acquire, lease.Group, lease.Partition, lease.Owner, micros(ttl), s.c.now(), attempt, wait)
 	err = scanRows(rows, err, func() error { return rows.Scan(&granted, &holder, &epoch, &expires) })
 	if err == nil && holder == "" {
 		rows, err = conn.query(ctx, s.holder, lease.Group, lease.Partition, s.c.now())

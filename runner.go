@@ -342,9 +342,10 @@ func (r *runner) take(partitions []int) (taken int, err error) {
 		if r.running(p) { // Still, although the lease was lost.
 			continue
 		}
-		lease, err := r.c.leases.Acquire(r.ctx, r.cfg.Group, p, r.cfg.Node, r.cfg.TTL)
+		// It does not wait for an open guard: renewals, and other partitions, would wait too.
+		lease, err := r.c.leases.take(r.ctx, r.cfg.Group, p, r.cfg.Node, r.cfg.TTL, false)
 		switch {
-		case errors.Is(err, ErrHeld): // Another was faster.
+		case errors.Is(err, ErrHeld): // Another was faster, or has it in an open transaction.
 		case err != nil:
 			return taken, err
 		case time.Until(lease.Deadline) > r.cfg.margin(): // Else it is unclaimed.

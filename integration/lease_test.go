@@ -535,7 +535,7 @@ func TestLeaseLateAttempt(t *testing.T) {
 			granted int
 		}{{attempt - 1, 0}, {attempt, 1}, {attempt + 1, 1}, {attempt + 1<<32, 1}, {attempt - 1, 1}} {
 			granted := 0
-			rows, err := e.db.Query(acquire, "jobs", int64(3), "o", time.Hour.Microseconds(), nil, c.attempt)
+			rows, err := e.db.Query(acquire, "jobs", int64(3), "o", time.Hour.Microseconds(), nil, c.attempt, true)
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -539,9 +539,13 @@ func TestRunDatabaseRestart(t *testing.T) {
 // is waited for, and the node's other fns go on meanwhile.
 func TestRunOpenGuard(t *testing.T) {
 	only(t, "postgres-pgx", func(t *testing.T, e *env) {
-		cfg := e.config()
-		cfg.Timeout = 500 * time.Millisecond
-		lease, err := e.coord(t).Leases().Acquire(t.Context(), "jobs", 0, "dead", time.Second)
+		dead := e.coord(t).Leases()
+		for p := range 4 {
+			if _, err := dead.Acquire(t.Context(), "jobs", p, "dead", time.Second); err != nil {
+				t.Fatal(err)
+			}
+		}
+		lease, err := dead.Acquire(t.Context(), "jobs", 0, "dead", time.Second)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -550,11 +554,12 @@ func TestRunOpenGuard(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer tx.Rollback()
-		if err := e.coord(t).Leases().Guard(t.Context(), tx, lease); err != nil {
+		if err := dead.Guard(t.Context(), tx, lease); err != nil {
 			t.Fatal(err)
 		}
 		var m marks
-		runNode(t, newCoord(t, e.open(t), e.dialect, cfg), "a", 4, 3*time.Second, &m)
+		runNode(t, newCoord(t, e.open(t), e.dialect, e.config()), "a", 4, 3*time.Second, &m) // A statement that waited would wait for 30 s.
+		eventually(t, "the others are taken over", func() bool { return len(m.list()) == 3 })
 		time.Sleep(5 * time.Second) // Longer than a lease lasts that is not renewed.
 		if running := m.running(); len(m.list()) != 3 || running[0] != "" {
 			t.Errorf("while the guard is open: %+v, want three that go on", m.list())

@@ -16,18 +16,27 @@ CREATE TABLE IF NOT EXISTS coord_lease (
 INSERT INTO coord_format (table_name, format) VALUES ('coord_lease', 1) ON CONFLICT DO NOTHING;
 
 -- name: acquire
--- (group, partition, owner, ttl, now, attempt) row of (granted, owner, epoch, expires); none if a rival was faster
+-- (group, partition, owner, ttl, now, attempt, wait) row of (granted, owner, epoch, expires); none if a rival was faster,
+-- or is to be waited for and may not be
 WITH held AS ( -- Look first: a refused attempt writes nothing.
     SELECT owner, epoch, expires_at
     FROM coord_lease
     WHERE group_name = $1::text AND partition = $2::bigint AND owner <> $3::text
     AND expires_at > coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp())
+), owned AS ( -- Who may not wait passes over a row that an open guard, say, has locked.
+    SELECT partition
+    FROM coord_lease
+    WHERE group_name = $1::text AND partition = $2::bigint
+    AND NOT $7::boolean AND NOT EXISTS (SELECT FROM held)
+    FOR UPDATE SKIP LOCKED
 ), won AS (
     INSERT INTO coord_lease AS lease (group_name, partition, owner, epoch, attempt, dated, expires_at)
     SELECT $1::text, $2::bigint, $3::text, 1, $6::bigint,
         coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()),
         coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) + $4::bigint * interval '1 microsecond'
     WHERE NOT EXISTS (SELECT FROM held)
+    AND ($7::boolean OR EXISTS (SELECT FROM owned)
+        OR NOT EXISTS (SELECT FROM coord_lease WHERE group_name = $1::text AND partition = $2::bigint))
     ON CONFLICT (group_name, partition) DO UPDATE -- From here on the row is owned, and judged again as it is now.
     SET group_name = excluded.group_name, -- Naming the key takes the full row lock: a takeover waits for open guards.
         owner = excluded.owner,

@@ -17,9 +17,11 @@ CREATE TABLE IF NOT EXISTS coord_lease (
 INSERT INTO coord_format (table_name, format) VALUES ('coord_lease', 1) ON CONFLICT DO NOTHING;
 
 -- name: acquire
--- (group, partition, owner, ttl, now, attempt) row of (granted, owner, epoch, expires); none if another holds it
+-- (group, partition, owner, ttl, now, attempt, wait) row of (granted, owner, epoch, expires); none if another holds it;
+-- here every write waits for every other
 INSERT INTO coord_lease AS lease (group_name, partition, owner, epoch, attempt, dated, expires_at)
-VALUES (?1, ?2, ?3, 1, ?6, coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000), coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000 + 1000) + ?4)
+SELECT ?1, ?2, ?3, 1, ?6, coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000), coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000 + 1000) + ?4
+WHERE ?7 IS NOT NULL
 ON CONFLICT (group_name, partition) DO UPDATE
 SET owner = excluded.owner,
     epoch = lease.epoch + 1,
