@@ -138,8 +138,8 @@ type lockSet struct {
 // ids over and fences off the one before.
 //
 // The wait ends with ctx or after [EIDConfig.AcquireDeadline]: see
-// [ErrAcquireTimeout]. It may include that for an open Guard of a former holder. A
-// call that fails leaves nothing locked, and what anchor had before as it was.
+// [ErrAcquireTimeout]. An id of a former holder whose Guard is still open is held. A call
+// that fails leaves nothing locked, and what anchor had before as it was.
 func (l *EIDLocker) AcquireLocks(ctx context.Context, anchor string, eIDs ...string) error {
 	ids := slices.Compact(slices.Sorted(slices.Values(eIDs)))
 	if err := checkSet(anchor, ids); err != nil || len(ids) == 0 {
@@ -323,8 +323,8 @@ type lockedSet struct {
 	held  *HeldError // nil if the locks were granted
 }
 
-// send sends the acquisition, again if it has made rows, or if it has waited for so
-// long, for a guard say, that the locks would be lost soon.
+// send sends the acquisition, again if it has made rows, or if the answer took so long
+// that the locks would be lost soon.
 func (l *EIDLocker) send(ctx context.Context, s *lockSet, attempt int64) (lockedSet, error) {
 	var granted bool
 	var fence, expires int64
@@ -341,11 +341,12 @@ func (l *EIDLocker) send(ctx context.Context, s *lockSet, attempt int64) (locked
 		switch {
 		case err != nil:
 			return lockedSet{}, err
-		case granted && fence == 0: // It has made rows.
-		case granted && (time.Since(sent) < l.cfg.TTL/2 || tries == 9):
-			return lockedSet{sent: sent, fence: fence}, nil
-		case id != "":
+		case id == "" && !granted:
+			return lockedSet{held: &HeldError{What: setName(s.anchor)}}, nil
+		case !granted:
 			return lockedSet{held: &HeldError{What: "id " + id, Owner: owner, ExpiresAt: time.UnixMicro(expires)}}, nil
+		case fence > 0 && (time.Since(sent) < l.cfg.TTL/2 || tries == 9):
+			return lockedSet{sent: sent, fence: fence}, nil
 		}
 	}
 	return lockedSet{held: &HeldError{What: setName(s.anchor)}}, nil

@@ -449,7 +449,7 @@ func TestEIDUnseen(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer tx.Rollback()
-		if _, err := tx.Exec("SELECT 1 FROM coord_eidlock WHERE eid = 'a' FOR UPDATE"); err != nil {
+		if _, err := tx.Exec("LOCK TABLE coord_eidlock"); err != nil {
 			t.Fatal(err)
 		}
 		ctx, cancel := context.WithCancel(t.Context())
@@ -500,9 +500,16 @@ func TestEIDGuard(t *testing.T) {
 		wantLocked(t, e, "a tx", "b tx")
 		l.ReleaseLocks(ctx, "tx")
 		wantLocked(t, e)
+		refusedIDs(t, other, "tx", "b", "d")
+		lockIDs(t, other, "meanwhile", "d") // Nobody waits for the guard with other rows in hand.
+		other.ReleaseLocks(ctx, "meanwhile")
 		taken := make(chan error, 1)
 		go func() { taken <- other.AcquireLocks(ctx, "tx", "b", "d") }()
-		e.waiting(t, "coord_eidlock")
+		select {
+		case err := <-taken:
+			t.Errorf("AcquireLocks during the guard = %v", err)
+		case <-time.After(300 * time.Millisecond):
+		}
 		tx.Commit()
 		if err := <-taken; err != nil {
 			t.Errorf("AcquireLocks after the guard = %v", err)

@@ -19,7 +19,8 @@ INSERT INTO coord_format (table_name, format) VALUES ('coord_eidlock', 1) ON CON
 
 -- name: acquire
 -- (eids json, owner, anchor, ttl, now, attempt) row of (granted, fence, eid, owner, expires), one that is held if not
--- granted; none if a rival was faster; a grant with token 0 has made rows and is to be sent again
+-- granted; none if a rival was faster, or has one in an open transaction; a grant with token 0 has made rows and is to
+-- be sent again
 WITH seen AS MATERIALIZED (
     SELECT eid, owner, anchor, expires_at
     FROM coord_eidlock
@@ -50,8 +51,8 @@ WITH seen AS MATERIALIZED (
     WHERE eid = ANY (ARRAY(SELECT jsonb_array_elements_text($1::jsonb)))
     AND NOT EXISTS (SELECT FROM held)
     AND (SELECT count(*) FROM seen) = jsonb_array_length($1::jsonb)
-    ORDER BY eid -- In key order: two statements never wait for each other crosswise.
-    FOR UPDATE -- The full lock: a takeover waits for open guards.
+    ORDER BY eid
+    FOR UPDATE SKIP LOCKED -- The full lock, which no row under an open guard gives. To wait for one would keep others waiting for the rest.
 ), judged AS ( -- Counting them makes now, and the token, those of the moment when all are locked.
     SELECT coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) AS now,
         CASE WHEN bool_and(free) AND count(*) = jsonb_array_length($1::jsonb) THEN nextval('"coord_eidlock_fence"') END AS fence
