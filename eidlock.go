@@ -23,7 +23,10 @@ type EIDConfig struct {
 
 // EIDLocker locks sets of ids, such as those of the accounts that a transfer
 // touches: all of a set or none. A set is locked in the name of an anchor, such as the
-// transfer, and kept alive until it is released, or lost.
+// transfer, and kept alive until it is released, or lost. The anchor is the holder:
+// callers who use the same one do not exclude each other, and one release ends it for
+// all. A set that is lost stays so until ReleaseLocks, or until AcquireLocks begins a
+// new one, which has a new channel of Lost.
 //
 // It is safe for concurrent use. Callers of one EIDLocker queue for ids, first come
 // first served, and only who is first for all of its ids asks the database. Make one,
@@ -120,7 +123,7 @@ type lockSet struct {
 	place  *place
 	keeper *keeper
 	lost   chan struct{}
-	ended  func() bool // keeps the end of the hold from letting others through
+	untie  func() bool // keeps the end of the hold from closing lost and letting others through
 
 	mu   sync.Mutex
 	ids  []string // sorted; only ever fewer
@@ -228,7 +231,7 @@ func (l *EIDLocker) again(ctx context.Context, anchor string, ids []string) (boo
 	}
 	if l.remove(anchor) != nil { // A lost anchor acquires afresh.
 		l.leave(s)
-		bounded(ctx, l.c, func() { l.finish(ctx, s) }) // What it was lost for may still last.
+		bounded(ctx, l.c, func() { l.finish(ctx, s) }) // The database may still be out of reach.
 	}
 	return false, nil
 }
@@ -361,7 +364,7 @@ func (l *EIDLocker) hold(s *lockSet, deadline time.Time) {
 		}
 		return held, err
 	})
-	s.ended = context.AfterFunc(s.keeper.ctx, func() { // Nobody waits for the release of what is lost.
+	s.untie = context.AfterFunc(s.keeper.ctx, func() { // Nobody waits for the release of what is lost.
 		close(s.lost)
 		l.leave(s)
 	})
@@ -413,7 +416,7 @@ const releaseTime = 5 * time.Second
 
 // release frees what s has, then lets others of this process come after.
 func (l *EIDLocker) release(ctx context.Context, s *lockSet) {
-	s.ended()
+	s.untie()
 	s.keeper.end(nil)
 	_, list := s.all()
 	l.free(ctx, s.anchor, list, s.fence)
@@ -449,7 +452,7 @@ func (l *EIDLocker) free(ctx context.Context, anchor, list string, fence int64) 
 
 // AssertLocksHeld returns nil if every id that anchor has locked is still locked by
 // it, in the database, and [ErrLost] if not. It returns nil for an anchor that has
-// none.
+// none, also after ReleaseLocks: nothing was lost. Guard asks more.
 func (l *EIDLocker) AssertLocksHeld(ctx context.Context, anchor string) error {
 	return wrap("assert "+setName(anchor), l.assert(ctx, anchor))
 }

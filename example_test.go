@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log"
+	"log/slog"
 	"os"
 	"strings"
 	"testing"
@@ -22,7 +23,7 @@ func Example() {
 	db, err := sql.Open("postgres", "postgres://localhost/app")
 	check(err)
 
-	c, err := coord.New(db, coord.Postgres, coord.Config{})
+	c, err := coord.New(db, coord.Postgres, coord.Config{Logger: slog.Default()})
 	check(err)
 	defer c.Close()
 
@@ -32,7 +33,7 @@ func Example() {
 			return err
 		}
 		defer tx.Rollback()
-		if err := c.Leases().Guard(ctx, tx, lease); err != nil {
+		if err := c.Leases().Guard(ctx, tx, lease); err != nil { // First in the transaction.
 			return err // Another node has the partition by now. If not, nobody can take it over until tx ends.
 		}
 		if _, err := tx.ExecContext(ctx, "UPDATE outbox SET sent = true WHERE partition = $1", lease.Partition); err != nil {
@@ -40,7 +41,7 @@ func Example() {
 		}
 		return tx.Commit()
 	}
-	// On every node, until ctx ends:
+	// On every node, until ctx ends, such as signal.NotifyContext's at a SIGTERM:
 	cfg := coord.PartitionConfig{Service: "mailer", Group: "outbox", Partitions: 16}
 	err = c.RunPartitions(ctx, cfg, func(ctx context.Context, lease coord.Lease) error {
 		for ctx.Err() == nil { // Until the partition moves to another node, or is lost.

@@ -24,8 +24,8 @@ type PartitionConfig struct {
 	// same in every node.
 	Partitions int
 	// TTL is how long leases and membership outlive a node that has crashed; default
-	// 15 s. It must be the same in every node, and had better be twice
-	// [Config.Timeout] or more: see [LeaseStore].
+	// 15 s. It must be the same in every node, and had better be three times
+	// [Config.Timeout] or more, so that a statement that is stuck loses nothing.
 	TTL time.Duration
 	// Heartbeat is the time between renewals, at most TTL/2; default TTL/3.
 	Heartbeat time.Duration
@@ -70,8 +70,9 @@ var (
 //
 // fn works until its context ends, and then returns soon. The context is a child of
 // ctx. Its cause is [ErrLost] when the lease is lost, [ErrClosed] after
-// [Coord.Close], and another error, which says so, when the partition moves: then
-// the lease is kept until fn has returned, and the next owner starts at once. So an
+// [Coord.Close], ctx's own when that ends, and another error, for people to read, when
+// the partition moves or the work on another has panicked. When it moves, the lease is
+// kept until fn has returned, and the next owner starts at once. So an
 // fn that ignores its context delays the move, and [Config.Logger] hears of it. One
 // that ignores a loss may run beside the next owner's. No context ends in time in a
 // process that is suspended: use [LeaseStore.Guard] with fn's lease for what it
@@ -80,20 +81,22 @@ var (
 //
 // fn that returns nil has done its work: the partition stays this node's, and fn is
 // not called again for it until it has been elsewhere. If fn returns an error before
-// its context ends, that is logged, and fn called again under the same lease after
-// 0.1 s, longer each time, to half a minute. If it panics, everything is given up as
-// at the end of ctx, and RunPartitions panics with the value and fn's stack.
+// its context ends, that is logged, which nobody hears of without a [Config.Logger],
+// and fn called again under the same lease after 0.1 s, longer each time, to half a
+// minute. If it panics, or ends its goroutine, everything is given up as at the end of
+// ctx, and RunPartitions panics with a string of the value and fn's stack.
 //
 // When ctx ends, RunPartitions returns nil once every fn has returned, every lease is
-// released and the member has left, or the errors of what could not be: that is left
-// to the TTL. Nodes that crash are replaced within TTL and a Heartbeat. Failures of
+// released and the member has left, or the errors of what could not be within
+// [Config.Timeout] after the last fn: that is left to the TTL. Nodes that crash are replaced within TTL and a Heartbeat. Failures of
 // the database are logged and outlasted; none ends an fn but by its deadline. Only one
 // that will not pass is returned, such as [ErrFormat], or any failure to join that is
 // not one of the connection.
 //
-// It is [ErrInvalid] for a bad configuration and [ErrHeld] if this Coord runs the
-// group for the node already, and returns [ErrClosed] after [Coord.Close], which
-// does not wait for it and releases nothing: end ctx first.
+// RunPartitions returns [ErrInvalid] for a bad configuration, [ErrHeld] if this Coord
+// runs the group for the node already, the context's error if ctx has ended before, and
+// [ErrClosed] after [Coord.Close], once every fn has returned. Close does not wait for
+// that, and releases nothing: end ctx first.
 func (c *Coord) RunPartitions(ctx context.Context, cfg PartitionConfig, fn func(ctx context.Context, lease Lease) error) error {
 	err := cfg.complete(c)
 	switch {
@@ -110,7 +113,9 @@ func (c *Coord) RunPartitions(ctx context.Context, cfg PartitionConfig, fn func(
 
 // RunLeader works as leader among all who call it with the same name: one of them at
 // a time, which fn is called for. It is [Coord.RunPartitions] with one partition, and
-// name for service and group, so name must be no other group's; ttl 0 is 15 s.
+// name for service and group, so name must be no other group's; ttl 0 is 15 s. A
+// leader whose fn returns nil stays leader, and nobody works meanwhile: to resign, end
+// ctx.
 func (c *Coord) RunLeader(ctx context.Context, name string, ttl time.Duration, fn func(ctx context.Context, lease Lease) error) error {
 	return c.RunPartitions(ctx, PartitionConfig{Service: name, Group: name, Partitions: 1, TTL: ttl}, fn)
 }
@@ -145,8 +150,8 @@ func (c *Coord) run(ctx context.Context, cfg PartitionConfig, fn func(context.Co
 // roll is which groups this process runs, under which memberships. A member may run
 // several, and has one row for all of them.
 type roll struct {
-	mu   sync.Mutex // held while the row is written, so that no older list of groups comes last
-	runs map[membership]map[string]bool
+	mu   sync.Mutex                     // held while the row is written, so that no older list of groups comes last
+	runs map[membership]map[string]bool // by group: false while it is being given up
 }
 
 type membership struct{ service, node string }

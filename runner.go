@@ -23,9 +23,10 @@ type runner struct {
 	end    context.CancelCauseFunc
 	nudge  chan struct{} // holds one: an fn is over
 
-	// term keeps all leases by one statement, and is replaced when it is lost. What
-	// is acquired later than its last renewal has a later deadline than it, but
-	// for what work.watchdog is for.
+	// term keeps all leases by one statement, and is replaced when it is lost. Its
+	// deadline comes before that of what was acquired after its last renewal. But a
+	// renewal that is in flight during an acquisition moves the term's deadline without
+	// having renewed that lease: work.watchdog covers it until the next.
 	term *keeper
 
 	mu       sync.Mutex
@@ -35,6 +36,7 @@ type runner struct {
 	// The loop's own:
 	members  []string  // as seen last
 	joined   bool      // a heartbeat came through
+	asked    bool      // a heartbeat was sent
 	left     bool      // the member is gone
 	beat     time.Time // when the next heartbeat is due
 	read     time.Time // when Owners was read last
@@ -218,13 +220,14 @@ func (r *runner) heartbeat() error {
 }
 
 func (r *runner) beatFor(ctx context.Context, groups []string) error {
+	r.asked = true
 	_, err := r.c.members.Heartbeat(ctx, r.cfg.Service, r.cfg.Node, r.cfg.Address, r.cfg.TTL, groups)
 	return err
 }
 
 // leave ends the membership, or this group's part of it.
 func (r *runner) leave() (err error) {
-	if r.left {
+	if r.left || !r.asked {
 		return nil
 	}
 	r.c.roll.mu.Lock()
@@ -299,7 +302,7 @@ func (r *runner) act(leases []Lease) error {
 	for _, w := range working[min(quota, len(working)):] {
 		w.end(errHandOver)
 	}
-	want := append(r.unclaimed(owners), dealt...)
+	want := append(r.unclaimed(owners), dealt...) // What is ours already counts as held: dealt comes on top.
 	taken, err := r.take(want[:min(max(quota-len(working), 0), len(want))])
 	r.short = len(working)+taken < quota
 	if err != nil || r.short {
@@ -365,9 +368,7 @@ func (r *runner) running(partition int) bool {
 	return r.works[partition] != nil
 }
 
-// start starts fn under a lease. The watchdog is there because a renewal that was
-// sent after the acquisition, but had its list made before, moves the term's
-// deadline without having renewed this lease.
+// start starts fn under a lease.
 func (r *runner) start(lease Lease) {
 	w := &work{lease: lease, over: make(chan struct{})}
 	w.ctx, w.end = context.WithCancelCause(r.ctx)

@@ -270,7 +270,7 @@ func (c *Coord) undo(what string, answer <-chan error, free func(context.Context
 			found, err := await(ctx, c, func() (bool, error) { return free(ctx) }, nil)
 			if found || final && err == nil || ctx.Err() != nil || answer == nil && c.life.Err() != nil {
 				if err != nil {
-					c.cfg.Logger.Warn("coord: a grant whose reply was lost may stay until its TTL", "what", what, "error", err)
+					c.cfg.Logger.Warn("coord: could not free what may have been granted unseen: it stays until its TTL", "what", what, "error", err)
 				}
 				return
 			}

@@ -53,7 +53,7 @@ WITH seen AS MATERIALIZED (
     AND (SELECT count(*) FROM seen) = jsonb_array_length($1::jsonb)
     ORDER BY eid
     FOR UPDATE SKIP LOCKED -- The full lock, which no row under an open guard gives. To wait for one would keep others waiting for the rest.
-), judged AS ( -- Counting them makes now, and the token, those of the moment when all are locked.
+), judged AS ( -- The aggregates are not ready before every row is locked, and now and the token come after them.
     SELECT coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) AS now,
         CASE WHEN bool_and(free) AND count(*) = jsonb_array_length($1::jsonb) THEN nextval('"coord_eidlock_fence"') END AS fence
     FROM mine
