@@ -299,17 +299,17 @@ func (c *Coord) Close() error {
 	c.closing.Do(func() {
 		c.mu.Lock()
 		c.end(ErrClosed)
+		drivers := slices.Clone(c.drivers) // No more come.
 		c.mu.Unlock()
 		ctx, cancel := context.WithTimeout(context.Background(), c.cfg.Timeout)
 		defer cancel()
 		c.busy.Wait()
-		c.session.close()
-		c.mu.Lock()
-		drivers := slices.Clone(c.drivers)
-		c.mu.Unlock()
+		var parts sync.WaitGroup
+		parts.Go(c.session.close)
 		for _, d := range drivers {
-			d.end()
+			parts.Go(d.end)
 		}
+		parts.Wait()
 		bounded(ctx, c, func() {
 			c.prepared.Range(func(_, stmt any) bool { stmt.(*sql.Stmt).Close(); return true })
 		})

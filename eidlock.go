@@ -174,11 +174,12 @@ func (l *EIDLocker) inTurn(ctx context.Context, doing, anchor string, ids []stri
 			return waited(ctx, doing, busy, nil)
 		}
 	}
-	if again, err := l.again(ctx, anchor, ids); again || err != nil {
-		return wrap(doing, err)
+	again, err := l.again(ctx, anchor, ids)
+	err = wrap(doing, err)
+	if !again && err == nil {
+		err = l.acquire(ctx, doing, anchor, ids, busy)
 	}
-	err := l.acquire(ctx, doing, anchor, ids, busy)
-	if err != nil && queued && !errors.Is(err, ErrHeld) {
+	if err != nil && queued && !errors.Is(err, ErrHeld) && !errors.Is(err, ErrSetWidened) {
 		return waited(ctx, doing, busy, err)
 	}
 	return err
@@ -430,7 +431,7 @@ func (l *EIDLocker) leave(s *lockSet) {
 	l.ids.leave(s.place, ids...)
 }
 
-// free releases ids of a set. It tries again while the database is out of reach.
+// free releases ids of a set, and tries again what fails, for as long as it may.
 func (l *EIDLocker) free(ctx context.Context, anchor, list string, fence int64) {
 	ctx, cancel := context.WithTimeout(ctx, releaseTime)
 	defer cancel()
@@ -439,7 +440,7 @@ func (l *EIDLocker) free(ctx context.Context, anchor, list string, fence int64) 
 		if err == nil {
 			return
 		}
-		if ctx.Err() != nil || l.c.classify(err) == FailureOther {
+		if ctx.Err() != nil {
 			l.c.cfg.Logger.Warn("coord: locks that were to be released stay until their TTL", "what", setName(anchor), "error", err)
 			return
 		}

@@ -48,7 +48,7 @@ type keeper struct {
 	// renew tells whether what is held was renewed; no is final. An error may
 	// pass, but for ErrClosed.
 	renew  func(context.Context) (bool, error)
-	every  time.Duration // between renewals, and the most that one may take
+	every  time.Duration // between renewals
 	ttl    time.Duration // counted from the moment before a renewal is sent; 0 does not expire
 	margin time.Duration // how long before the deadline the hold ends
 
@@ -74,7 +74,7 @@ func keep(deadline time.Time, every, ttl, margin time.Duration, renew func(conte
 	return k
 }
 
-// stop gives the hold up, waits for a renewal in flight, no longer than every, and
+// stop gives the hold up, waits for a renewal in flight, no longer than patience, and
 // says whether it had been lost before.
 func (k *keeper) stop() error {
 	k.end(nil)
@@ -103,10 +103,10 @@ func (k *keeper) run() {
 	if k.ctx.Err() != nil {
 		return
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), k.every)
+	ctx, cancel := context.WithTimeout(context.Background(), k.patience())
 	defer cancel()
 	sent := time.Now()
-	// Given up after every: another connection may still come through before the deadline.
+	// Given up then: another connection may still come through before the deadline.
 	held, err := await(ctx, nil, func() (bool, error) { return k.renew(ctx) }, nil)
 	if err == nil && !held || errors.Is(err, ErrClosed) {
 		k.end(ErrLost)
@@ -114,6 +114,10 @@ func (k *keeper) run() {
 	}
 	k.plan(sent, err)
 }
+
+// patience is the most that one renewal may take: a database that is slow is not out of
+// reach, and two more shall fit in.
+func (k *keeper) patience() time.Duration { return max(k.every, (k.ttl-k.margin)/3) }
 
 // plan sets the timers after a renewal that was sent at a time, and may have
 // failed.

@@ -41,7 +41,7 @@ type LeaseStore struct {
 	holder  string // (group, partition, now) row of (owner, expires), or none
 	undo    string // (group, partition, owner, attempt) changes the row of that attempt
 	renew   string // (group, partitions json, owner, ttl, now) rows of (partition, epoch, expires)
-	release string // (group, partition, owner) changes the row once
+	release string // (group, partition, owner, epoch) changes the row once
 	owners  string // (group, now) rows of (partition, owner, epoch, expires)
 	guard   string // (group, partition, owner, epoch, now) row, or none
 }
@@ -171,13 +171,18 @@ func (s *LeaseStore) sendRenew(ctx context.Context, conn *pinned, leases []Lease
 // It returns true the first time the owner releases it, even after it expired as long
 // as nobody has taken it, and false otherwise. It runs even if ctx has ended.
 func (s *LeaseStore) Release(ctx context.Context, group string, partition int, owner string) (bool, error) {
+	return s.giveUp(ctx, group, partition, owner, 0)
+}
+
+// giveUp is Release of one epoch, or of any if it is 0.
+func (s *LeaseStore) giveUp(ctx context.Context, group string, partition int, owner string, epoch int64) (bool, error) {
 	if err := checkLease(group, partition, owner); err != nil {
 		return false, wrap("release lease", err)
 	}
 	ctx, cancel := s.c.detach(ctx)
 	defer cancel()
 	changed, err := onTable(ctx, s.c, s.table, func(ctx context.Context, conn *pinned) (int64, error) {
-		return conn.exec(ctx, s.release, group, partition, owner)
+		return conn.exec(ctx, s.release, group, partition, owner, epoch)
 	}, nil)
 	return changed > 0, wrap("release "+leaseName(group, partition), err)
 }

@@ -87,6 +87,10 @@ func (r *runner) renew(ctx context.Context) (bool, error) {
 		partitions[i] = w.lease.Partition
 	}
 	renewed, err := r.c.leases.Renew(ctx, r.cfg.Group, partitions, r.cfg.Node, r.cfg.TTL)
+	if errors.Is(err, ErrClosed) {
+		r.end(ErrClosed)
+		return false, context.Canceled // It is no loss, to the keeper either.
+	}
 	if err != nil {
 		r.warn("renewal failed", "error", err)
 		return false, err
@@ -188,14 +192,14 @@ func (r *runner) restart() {
 	r.short, r.changed = true, time.Now()
 }
 
-// settle releases the leases whose fn is over. Those that are lost are not: a
-// release goes by owner, and a successor of our name may have them.
+// settle releases the leases whose fn is over, but for those that are lost.
 func (r *runner) settle() error {
 	for _, w := range r.list((*work).isOver) {
 		w.untie()
 		w.watchdog.Stop()
 		if !w.gone.Load() {
-			if _, err := r.c.leases.Release(r.ctx, r.cfg.Group, w.lease.Partition, r.cfg.Node); err != nil {
+			// By epoch: not what a successor of our name has by now.
+			if _, err := r.c.leases.giveUp(r.ctx, r.cfg.Group, w.lease.Partition, r.cfg.Node, w.lease.Epoch); err != nil {
 				return err
 			}
 		} else {

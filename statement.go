@@ -89,14 +89,13 @@ func acquire[T any](ctx context.Context, c *Coord, t *table, what string, try fu
 	return result, err
 }
 
-// outlast is a context that ends [Config.Timeout] after ctx does, or with Close:
-// what is granted after that nobody frees.
+// outlast is a context that ends [Config.Timeout] after ctx does: what is granted
+// after that nobody frees.
 func (c *Coord) outlast(ctx context.Context) (context.Context, context.CancelFunc) {
 	longer, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	stop := context.AfterFunc(ctx, func() {
 		select {
 		case <-longer.Done():
-		case <-c.life.Done():
 		case <-time.After(c.cfg.Timeout):
 		}
 		cancel()
@@ -243,32 +242,27 @@ func (c *Coord) attempt() int64 { return c.attempts.Add(1) }
 // undo frees in the background what an acquisition may have been granted although
 // its reply was lost. free reports whether it found the grant; until then it is
 // tried again, since the server may still be at work on the acquisition, for no
-// longer than [Config.Timeout]. answer, which may be nil, is the acquisition's
-// error if its driver comes back after all. undo must be called while an operation
-// is under way.
+// longer than [Config.Timeout], for which Close waits too: a statement that was
+// cancelled may be committed yet. answer, which may be nil, is the acquisition's error
+// if its driver comes back after all. undo must be called while an operation is under
+// way.
 func (c *Coord) undo(what string, answer <-chan error, free func(context.Context) (bool, error)) {
 	c.busy.Go(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), c.cfg.Timeout)
 		defer cancel()
 		final := false
 		for wait := 10 * time.Millisecond; ; wait *= 2 {
-			closing := c.life.Done()
-			if answer != nil {
-				closing = nil // Close ends the statement, which then answers.
-			}
 			select {
 			case err := <-answer:
 				if err != nil && !errors.As(err, new(unsure)) {
 					return // It was refused or failed for sure.
 				}
 				final, answer = err == nil, nil
-			case <-closing: // Once more, at once.
-				final = true
 			case <-ctx.Done():
 			case <-time.After(wait):
 			}
 			found, err := await(ctx, c, func() (bool, error) { return free(ctx) }, nil)
-			if found || final && err == nil || ctx.Err() != nil || answer == nil && c.life.Err() != nil {
+			if found || final && err == nil || ctx.Err() != nil {
 				if err != nil {
 					c.cfg.Logger.Warn("coord: could not free what may have been granted unseen: it stays until its TTL", "what", what, "error", err)
 				}

@@ -88,10 +88,11 @@ AND mine.expires_at > judged.now
 RETURNING lease.partition, lease.epoch, (extract(epoch FROM lease.expires_at) * 1000000)::bigint;
 
 -- name: release
--- (group, partition, owner) one row changed the first time
+-- (group, partition, owner, epoch) one row changed the first time; epoch 0 is any
 UPDATE coord_lease
 SET expires_at = 'epoch'
 WHERE group_name = $1::text AND partition = $2::bigint AND owner = $3::text
+AND ($4::bigint = 0 OR epoch = $4::bigint)
 AND expires_at > 'epoch';
 
 -- name: owners

@@ -59,10 +59,11 @@ AND expires_at > coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER)
 RETURNING partition, epoch, expires_at;
 
 -- name: release
--- (group, partition, owner) one row changed the first time
+-- (group, partition, owner, epoch) one row changed the first time; epoch 0 is any
 UPDATE coord_lease
 SET expires_at = 0
 WHERE group_name = ?1 AND partition = ?2 AND owner = ?3
+AND (?4 = 0 OR epoch = ?4)
 AND expires_at > 0;
 
 -- name: owners
