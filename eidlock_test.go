@@ -713,6 +713,50 @@ func TestEIDOneFailedRenewal(t *testing.T) {
 	}
 }
 
+// TestEIDSlowRenewals: that they take longer than a heartbeat loses nothing.
+func TestEIDSlowRenewals(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, db := newEIDs(t, Config{})
+		l := newLocker(t, c, EIDConfig{TTL: 6 * time.Second, Heartbeat: 200 * time.Millisecond})
+		mustLock(t, l, "a", "1")
+		db.hook(func(s statement) error {
+			if s.text == db.sql.renew {
+				time.Sleep(1500 * time.Millisecond)
+			}
+			return nil
+		}, nil)
+		time.Sleep(time.Minute)
+		if isLost(l, "a") {
+			t.Error("the locks are lost")
+		}
+		wantHolding(t, db, "1:a")
+		l.ReleaseLocks(t.Context(), "a")
+	})
+}
+
+// TestEIDQueuedToReacquire: who has waited behind another call of its anchor was held up.
+func TestEIDQueuedToReacquire(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, db := newEIDs(t, Config{Timeout: time.Minute})
+		l := newLocker(t, c, EIDConfig{TTL: time.Hour})
+		mustLock(t, l, "a", "1")
+		db.hook(func(s statement) error {
+			if s.text == db.sql.renew {
+				time.Sleep(2 * time.Second)
+			}
+			return nil
+		}, nil)
+		go l.AcquireLocks(t.Context(), "a", "1")
+		synctest.Wait()
+		ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
+		defer cancel()
+		wantErrors(t, "AcquireLocks", l.AcquireLocks(ctx, "a", "1"), ErrHeld, ErrAcquireTimeout, context.DeadlineExceeded)
+		wantErrors(t, "AcquireLocks of more", l.AcquireLocks(t.Context(), "a", "1", "2"), ErrSetWidened)
+		time.Sleep(time.Minute)
+		l.ReleaseLocks(t.Context(), "a")
+	})
+}
+
 // TestEIDZeroRows: that one id is gone is final for all, and told at once.
 func TestEIDZeroRows(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

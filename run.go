@@ -74,14 +74,13 @@ var (
 // the partition moves or the work on another has panicked. When it moves, the lease is
 // kept until fn has returned, and the next owner starts at once. So an
 // fn that ignores its context delays the move, and [Config.Logger] hears of it. One
-// that ignores a loss may run beside the next owner's, or keeps others from the
-// partition while its node is the one that is to have it. No context ends in time in a
+// that ignores a loss may run beside the next owner's. No context ends in time in a
 // process that is suspended: use [LeaseStore.Guard] with fn's lease for what it
 // writes, or check the lease's epoch where it is written. The lease's Deadline is
 // that of the acquisition; renewals go on without fn.
 //
-// fn that returns nil has done its work: the partition stays this node's, and fn is
-// not called again for it unless it moves away or is lost, and comes back. If fn returns an error before
+// fn that returns nil has done its work: the partition stays this node's, and this run
+// does not call fn for it again, even if it moves away and comes back. If fn returns an error before
 // its context ends, that is logged, which nobody hears of without a [Config.Logger],
 // and fn called again under the same lease after 0.1 s, longer each time, to half a
 // minute. If it panics, or ends its goroutine, everything is given up as at the end of
@@ -131,7 +130,7 @@ func (c *Coord) run(ctx context.Context, cfg PartitionConfig, fn func(context.Co
 		return err
 	}
 	defer c.roll.strike(m, cfg.Group)
-	r := &runner{c: c, cfg: cfg, member: m, fn: fn, works: map[int]*work{}, nudge: make(chan struct{}, 1), short: true, changed: time.Now()}
+	r := &runner{c: c, cfg: cfg, member: m, fn: fn, works: map[int]*work{}, done: map[int]bool{}, free: map[int]time.Time{}, nudge: make(chan struct{}, 1), short: true, changed: time.Now()}
 	r.ctx, r.end = context.WithCancelCause(ctx)
 	stop := context.AfterFunc(c.life, func() { r.end(ErrClosed) }) // At once, whatever the loop waits for.
 	r.term = r.newTerm()

@@ -31,18 +31,20 @@ type runner struct {
 
 	mu       sync.Mutex
 	works    map[int]*work // by partition; those whose lease is lost too, until fn has returned
+	done     map[int]bool  // by partition: fn has returned nil
 	panicked string        // what fn panicked with first, and its stack
 
 	// The loop's own:
-	members  []string  // as seen last
-	joined   bool      // a heartbeat came through
-	asked    bool      // a heartbeat was sent
-	left     bool      // the member is gone
-	beat     time.Time // when the next heartbeat is due
-	read     time.Time // when Owners was read last
-	changed  time.Time // when the members, or what is held, last changed
-	short    bool      // of the share: free partitions are looked for
-	failures int       // since the last look that came through
+	members  []string          // as seen last
+	joined   bool              // a heartbeat came through
+	asked    bool              // a heartbeat was sent
+	left     bool              // the member is gone
+	beat     time.Time         // when the next heartbeat is due
+	read     time.Time         // when Owners was read last
+	changed  time.Time         // when the members, or what is held, last changed
+	short    bool              // of the share: free partitions are looked for
+	free     map[int]time.Time // since when a partition has been seen free
+	failures int               // since the last look that came through
 }
 
 // work is a partition that was acquired, until its fn is over and it is released.
@@ -54,6 +56,7 @@ type work struct {
 	watchdog *time.Timer // bites at the lease's own deadline, until a renewal includes it
 	untie    func() bool // from the term
 	over     chan struct{}
+	stranded bool // it was dealt to a node that did not take it
 
 	asked time.Time // when its context was first seen to have ended; the loop's
 	told  bool      // the log knows that fn goes on
@@ -303,16 +306,48 @@ func (r *runner) act(leases []Lease) error {
 	}
 	quota, dealt := share(owners, r.members, r.cfg.Node)
 	working := r.list(func(w *work) bool { return w.ctx.Err() == nil })
+	slices.SortStableFunc(working, func(a, b *work) int { // What the others leave is kept.
+		switch {
+		case a.stranded == b.stranded:
+			return 0
+		case a.stranded:
+			return -1
+		}
+		return 1
+	})
 	for _, w := range working[min(quota, len(working)):] {
 		w.end(errHandOver)
 	}
 	want := append(r.unclaimed(owners), dealt...) // What is ours already counts as held: dealt comes on top.
-	taken, err := r.take(want[:min(max(quota-len(working), 0), len(want))])
+	stranded := r.stranded(owners, dealt)
+	taken, err := r.take(want[:min(max(quota-len(working), 0), len(want))], false)
 	r.short = len(working)+taken < quota
 	if err != nil || r.short {
 		return err
 	}
+	if _, err := r.take(stranded, true); err != nil {
+		return err
+	}
 	return r.disclaim(owners)
+}
+
+// stranded is what has been free for a TTL although it was dealt to another node. That
+// can't take it: its fn for it goes on in spite of a loss, say. Whoever sees it takes it
+// then, and hands over something else.
+func (r *runner) stranded(owners []string, dealt []int) (partitions []int) {
+	now := time.Now()
+	for p, owner := range owners {
+		since, seen := r.free[p]
+		switch {
+		case owner != "" || slices.Contains(dealt, p):
+			delete(r.free, p)
+		case !seen:
+			r.free[p] = now
+		case now.Sub(since) > r.cfg.TTL:
+			partitions = append(partitions, p)
+		}
+	}
+	return partitions
 }
 
 // unclaimed is what this node owns and has no fn for: a former process of its name
@@ -340,7 +375,7 @@ func (r *runner) disclaim(owners []string) error {
 
 // take acquires partitions and starts fn for them. It leaves off where something
 // else needs the loop, or the view that it acts on grows old.
-func (r *runner) take(partitions []int) (taken int, err error) {
+func (r *runner) take(partitions []int, stranded bool) (taken int, err error) {
 	began := time.Now()
 	for _, p := range partitions {
 		if r.ctx.Err() != nil || r.term.ctx.Err() != nil || len(r.nudge) > 0 || time.Since(began) > lookMin {
@@ -356,7 +391,7 @@ func (r *runner) take(partitions []int) (taken int, err error) {
 		case err != nil:
 			return taken, err
 		case time.Until(lease.Deadline) > r.cfg.margin(): // Else it is unclaimed.
-			r.start(lease)
+			r.start(lease, stranded)
 			taken++
 		}
 	}
@@ -373,8 +408,8 @@ func (r *runner) running(partition int) bool {
 }
 
 // start starts fn under a lease.
-func (r *runner) start(lease Lease) {
-	w := &work{lease: lease, over: make(chan struct{})}
+func (r *runner) start(lease Lease, stranded bool) {
+	w := &work{lease: lease, over: make(chan struct{}), stranded: stranded}
 	w.ctx, w.end = context.WithCancelCause(r.ctx)
 	w.watchdog = time.AfterFunc(time.Until(lease.Deadline)-r.cfg.margin(), w.lose)
 	w.untie = context.AfterFunc(r.term.ctx, w.lose)
@@ -415,8 +450,15 @@ func (r *runner) work(w *work) {
 	}
 }
 
-// call calls fn once. If that panics, or ends its goroutine, it ends the run.
+// call calls fn once, if it has not done its work. If it panics, or ends its
+// goroutine, that ends the run.
 func (r *runner) call(w *work) (err error) {
+	r.mu.Lock()
+	done := r.done[w.lease.Partition]
+	r.mu.Unlock()
+	if done {
+		return nil
+	}
 	returned := false
 	defer func() {
 		if returned {
@@ -435,6 +477,11 @@ func (r *runner) call(w *work) (err error) {
 	}()
 	err = r.fn(w.ctx, w.lease)
 	returned = true
+	if err == nil && w.ctx.Err() == nil {
+		r.mu.Lock()
+		r.done[w.lease.Partition] = true
+		r.mu.Unlock()
+	}
 	return err
 }
 

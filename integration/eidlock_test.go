@@ -471,6 +471,36 @@ func TestEIDUnseen(t *testing.T) {
 	})
 }
 
+// TestEIDCloseDuringAcquire: whenever Close comes, it leaves nothing locked, though the
+// server may commit what was cancelled.
+func TestEIDCloseDuringAcquire(t *testing.T) {
+	eachPostgres(t, func(t *testing.T, e *env) {
+		if err := e.coord(t).Migrate(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		for n := range 80 {
+			c, err := coord.New(e.db, e.dialect, coord.Config{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			l, err := c.EIDLocker(coord.EIDConfig{TTL: time.Hour})
+			if err != nil {
+				t.Fatal(err)
+			}
+			lockIDs(t, l, "first", "f") // The table is known, and the statement prepared.
+			var wg sync.WaitGroup
+			wg.Go(func() { _ = l.AcquireLocks(t.Context(), "tx", fmt.Sprint("a", n), fmt.Sprint("b", n)) })
+			time.Sleep(rand.N(4 * time.Millisecond))
+			if n%2 == 0 {
+				l.Close()
+			}
+			c.Close()
+			wg.Wait()
+			wantLocked(t, e)
+		}
+	})
+}
+
 // waiting waits until a statement on a table waits for a lock.
 func (e *env) waiting(t testing.TB, table string) {
 	t.Helper()

@@ -12,6 +12,7 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -427,6 +428,122 @@ func runNode(t *testing.T, c *coord.Coord, name string, partitions int, ttl time
 		}
 	})
 	return n
+}
+
+// TestRunStrandedPartition: what was dealt to a node that can't take it, since its fn
+// goes on in spite of a loss, goes to another in the end, and that keeps it.
+func TestRunStrandedPartition(t *testing.T) {
+	only(t, "postgres-pgx", func(t *testing.T, e *env) {
+		const ttl = 2 * time.Second
+		var m marks
+		release := make(chan struct{})
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		go func() {
+			cfg := coord.PartitionConfig{Service: "web", Node: "stuck", Group: "jobs", Partitions: 4, TTL: ttl}
+			done <- e.coord(t).RunPartitions(ctx, cfg, func(ctx context.Context, lease coord.Lease) error {
+				m.add(mark{What: "start", Node: "stuck", Partition: lease.Partition, Epoch: lease.Epoch, At: time.Now()})
+				<-ctx.Done()
+				if lease.Partition == 0 {
+					<-release
+				}
+				m.add(mark{What: "end", Node: "stuck", Partition: lease.Partition, Epoch: lease.Epoch, At: time.Now(), Cause: context.Cause(ctx).Error()})
+				return nil
+			})
+		}()
+		defer func() { close(release); cancel(); <-done }()
+		eventually(t, "it has all", func() bool { return len(m.list()) == 4 })
+		var others marks
+		runNode(t, newCoord(t, e.open(t), e.dialect, e.config()), "other", 4, ttl, &others)
+		eventually(t, "two share", func() bool { return len(others.list()) == 2 })
+		e.exec(t, "UPDATE coord_lease SET expires_at = 'epoch' WHERE partition = 0")
+		eventually(t, "another has taken it", func() bool { return others.running()[0] == "other" })
+		time.Sleep(2 * ttl)
+		if running := others.running(); running[0] != "other" || len(running) > 3 {
+			t.Errorf("the other works on %v, want 0 and what it had", running)
+		}
+	})
+}
+
+// TestRunSuccessorOfTheSameName: what a process gives up in the end is not what another
+// of its node name has taken over.
+func TestRunSuccessorOfTheSameName(t *testing.T) {
+	only(t, "postgres-pgx", func(t *testing.T, e *env) {
+		const ttl = 10 * time.Second
+		var before, after marks
+		old := runNode(t, newCoord(t, e.open(t), e.dialect, e.config()), "a", 8, ttl, &before)
+		eventually(t, "the old one has all", func() bool { return before.balanced(8, "a") })
+		runNode(t, newCoord(t, e.open(t), e.dialect, e.config()), "a", 8, ttl, &after)
+		eventually(t, "the new one has all", func() bool { return after.balanced(8, "a") })
+		_ = old.end()
+		owners, err := e.coord(t).Leases().Owners(t.Context(), "jobs")
+		if err != nil || len(owners) != 8 {
+			t.Errorf("%d partitions are owned, %v, want all 8", len(owners), err)
+		}
+	})
+}
+
+// TestRunDoneIsDone: fn that has returned nil is not called again, though the lease
+// was lost and comes back.
+func TestRunDoneIsDone(t *testing.T) {
+	only(t, "postgres-pgx", func(t *testing.T, e *env) {
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		var calls atomic.Int64
+		c := e.coord(t)
+		go func() {
+			done <- c.RunLeader(ctx, "leader", 2*time.Second, func(context.Context, coord.Lease) error { calls.Add(1); return nil })
+		}()
+		eventually(t, "it is called", func() bool { return calls.Load() == 1 })
+		e.exec(t, "UPDATE coord_lease SET expires_at = 'epoch'")
+		eventually(t, "the lease is had back", func() bool {
+			owners, err := c.Leases().Owners(t.Context(), "leader")
+			return err == nil && len(owners) == 1 && owners[0].Epoch > 1
+		})
+		time.Sleep(200 * time.Millisecond) // For a call that should not come.
+		cancel()
+		if err := <-done; err != nil || calls.Load() != 1 {
+			t.Errorf("%d calls, %v, want one", calls.Load(), err)
+		}
+	})
+}
+
+// TestRunCloseIsNoLoss: the cause of an fn's end is that the Coord was closed, also if
+// a renewal finds out first.
+func TestRunCloseIsNoLoss(t *testing.T) {
+	only(t, "postgres-pgx", func(t *testing.T, e *env) {
+		if err := e.coord(t).Migrate(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		var wg sync.WaitGroup
+		for round := range 60 {
+			wg.Go(func() {
+				c := newCoord(t, e.db, e.dialect, e.config())
+				name := fmt.Sprint("g", round)
+				started := make(chan struct{})
+				go func() {
+					<-started
+					time.Sleep(time.Duration(round) * 100 * time.Microsecond)
+					c.Close()
+				}()
+				cfg := coord.PartitionConfig{Service: name, Group: name, Partitions: 1, TTL: 2 * time.Second, Heartbeat: 3 * time.Millisecond}
+				err := c.RunPartitions(t.Context(), cfg, func(ctx context.Context, _ coord.Lease) error {
+					close(started)
+					<-ctx.Done()
+					if cause := context.Cause(ctx); !errors.Is(cause, coord.ErrClosed) {
+						t.Errorf("the cause is %v, want ErrClosed", cause)
+					}
+					return nil
+				})
+				if !errors.Is(err, coord.ErrClosed) {
+					t.Errorf("RunPartitions = %v, want ErrClosed", err)
+				}
+			})
+			if round%10 == 9 {
+				wg.Wait()
+			}
+		}
+	})
 }
 
 // TestRunEngines: joins and leaves, on every engine.
