@@ -30,23 +30,22 @@ type place struct {
 func (q *lines) join(mayWait bool, names ...string) *place {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	p := &place{first: make(chan struct{})}
-	for _, name := range names {
-		if len(q.of[name]) > 0 {
-			p.behind++
-		}
-	}
-	if p.behind > 0 && !mayWait {
+	if !mayWait && slices.ContainsFunc(names, func(name string) bool { return len(q.of[name]) > 0 }) {
 		return nil
-	}
-	if p.behind == 0 {
-		close(p.first)
 	}
 	if q.of == nil {
 		q.of = map[string][]*place{}
 	}
+	p := &place{first: make(chan struct{})}
 	for _, name := range names {
-		q.of[name] = append(q.of[name], p)
+		line := append(q.of[name], p)
+		q.of[name] = line
+		if len(line) > 1 {
+			p.behind++
+		}
+	}
+	if p.behind == 0 {
+		close(p.first)
 	}
 	return p
 }
@@ -59,14 +58,16 @@ func (q *lines) leave(p *place, names ...string) {
 	for _, name := range names {
 		line := q.of[name]
 		i := slices.Index(line, p)
-		if i < 0 {
+		switch {
+		case i < 0:
+			continue
+		case len(line) == 1:
+			delete(q.of, name)
 			continue
 		}
 		line = slices.Delete(line, i, i+1)
-		if q.of[name] = line; len(line) == 0 {
-			delete(q.of, name)
-		}
-		if i > 0 || len(line) == 0 {
+		q.of[name] = line
+		if i > 0 {
 			continue
 		}
 		if line[0].behind--; line[0].behind == 0 {
