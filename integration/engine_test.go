@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -74,7 +76,7 @@ type env struct {
 
 // each runs test on every engine, with the database's clock and with a given one.
 func each(t *testing.T, test func(*testing.T, *env)) {
-	for _, e := range engines {
+	for _, e := range chosen() {
 		t.Run(e.name+"/database-clock", func(t *testing.T) { test(t, newEnv(t, e, nil)) })
 		t.Run(e.name+"/given-clock", func(t *testing.T) { test(t, newEnv(t, e, newClock())) })
 	}
@@ -82,9 +84,15 @@ func each(t *testing.T, test func(*testing.T, *env)) {
 
 // eachEngine runs test on every engine with the database's clock.
 func eachEngine(t *testing.T, test func(*testing.T, *env)) {
-	for _, e := range engines {
+	for _, e := range chosen() {
 		t.Run(e.name, func(t *testing.T) { test(t, newEnv(t, e, nil)) })
 	}
+}
+
+// chosen are the engines whose names begin with COORD_TEST_ENGINES: all, if it is not
+// set. It is for a second run on another version of a server.
+func chosen() []engine {
+	return slices.DeleteFunc(slices.Clone(engines), func(e engine) bool { return !strings.HasPrefix(e.name, os.Getenv("COORD_TEST_ENGINES")) })
 }
 
 // eachPostgres is eachEngine without SQLite and poolers.
