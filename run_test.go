@@ -418,9 +418,13 @@ func (f *fakeCluster) begin(t *testing.T, partitions int, fn func(context.Contex
 		defer func() { r.panicked = recover() }()
 		r.err = f.c.RunPartitions(ctx, cfg, func(ctx context.Context, lease Lease) error {
 			r.note(event{lease.Partition, lease.Epoch, time.Since(r.begun), nil})
-			defer context.AfterFunc(ctx, func() {
-				r.note(event{lease.Partition, lease.Epoch, time.Since(r.begun), context.Cause(ctx)})
-			})()
+			ended := func() { r.note(event{lease.Partition, lease.Epoch, time.Since(r.begun), context.Cause(ctx)}) }
+			stop := context.AfterFunc(ctx, ended)
+			defer func() {
+				if stop() && ctx.Err() != nil { // fn was faster.
+					ended()
+				}
+			}()
 			return fn(ctx, lease)
 		})
 	}()
