@@ -13,7 +13,8 @@ import (
 // eidPairs readies a database for locking and releasing sets of ids, one statement
 // each.
 func eidPairs(b testing.TB, e *env) (pairs []pair) {
-	l, err := e.coord(b).EIDLocker(coord.EIDConfig{})
+	c := e.coord(b)
+	l, err := c.EIDLocker(coord.EIDConfig{})
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -41,7 +42,7 @@ func eidPairs(b testing.TB, e *env) (pairs []pair) {
 			},
 			func() {
 				attempt++
-				query(b, acquire, []any{&granted, &fence, &id, &owner, &expires}, string(list), "o", "bare", time.Minute.Microseconds(), nil, attempt)
+				query(b, acquire, []any{&granted, &fence, &id, &owner, &expires}, string(list), c.Owner(), "tx", time.Minute.Microseconds(), nil, attempt)
 				execute(b, release, string(list), fence)
 			},
 		})

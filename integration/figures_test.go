@@ -260,11 +260,7 @@ func (f *figures) speed() {
 	for _, p := range slices.Concat(leasePairs(f, f.env), mutexPairs(f, f.env), eidPairs(f, f.env), reservationPairs(f, f.env)) {
 		var times [2][]time.Duration
 		for end := time.Now().Add(2 * time.Second); len(times[0]) < 20 || len(times[0]) < 2000 && time.Now().Before(end); {
-			for i, op := range []func(){p.coord, p.bare} {
-				start := time.Now()
-				op()
-				times[i] = append(times[i], time.Since(start))
-			}
+			p.turn(&times)
 		}
 		mine, bare := median(times[0]), median(times[1])
 		f.say("| %s | %.0f | %.0f | %.2f |", p.name, 1/mine.Seconds(), 1/bare.Seconds(), float64(mine)/float64(bare))
