@@ -23,7 +23,7 @@ func TestFirstUseAtOnce(t *testing.T) {
 	eachEngine(t, func(t *testing.T, e *env) {
 		const processes = 32
 		rounds := 30
-		if !e.postgres() || e.pooler {
+		if !e.postgres() || e.pooler || underRace {
 			rounds = 8 // Slow there, and no session to race with another.
 		}
 		var pools []*sql.DB
