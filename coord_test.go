@@ -828,3 +828,20 @@ func TestOwner(t *testing.T) {
 		t.Errorf("Owner = %v, %v, want me", c, err)
 	}
 }
+
+// unheard is a context that has ended, of which nobody is told.
+type unheard struct{ context.Context }
+
+func (unheard) Done() <-chan struct{} { return nil }
+
+// TestAwaitTellsTheCause: a driver that notices the end of its context first, and says
+// so in words of its own, does not hide what ended it.
+func TestAwaitTellsTheCause(t *testing.T) {
+	cancelled := errors.New("operation was canceled")
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cancel(ErrClosed)
+	_, err := await(unheard{ctx}, nil, func() (int, error) { return 0, cancelled }, nil)
+	if !errors.Is(err, ErrClosed) || !errors.Is(err, cancelled) {
+		t.Fatalf("await = %v, want both %v and ErrClosed", err, cancelled)
+	}
+}

@@ -258,6 +258,9 @@ func await[T any](ctx context.Context, c *Coord, do func() (T, error), late func
 	}
 	select {
 	case o := <-done:
+		if o.err != nil && ctx.Err() != nil && !errors.Is(o.err, context.Cause(ctx)) { // Not every driver says why it gave up.
+			o.err = fmt.Errorf("%w: %w", o.err, ended(ctx))
+		}
 		return o.result, o.err
 	case <-ctx.Done():
 		if c != nil {
