@@ -48,7 +48,7 @@ func often(harm func(context.Context, *proof)) func(context.Context, *proof) {
 	return func(ctx context.Context, p *proof) {
 		for ctx.Err() == nil {
 			harm(ctx, p)
-			pause(ctx, rand.N(proofTTL/2))
+			pause(ctx, rand.N(proofTTL/2)*p.strain())
 		}
 	}
 }

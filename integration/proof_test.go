@@ -52,12 +52,17 @@ const (
 	proofTTL     = time.Second
 	proofKeys    = 3 // of each primitive
 	proofWorkers = 3
+	proofEnough  = 2 * proofKeys // acquisitions of each primitive by the workers
+
+	// proofPatience bounds what takes a moment on a machine that has nothing else to do.
+	proofPatience = 2 * time.Minute
 )
 
 // fullProof tells whether all of it is asked for.
 func fullProof() bool { return os.Getenv("COORD_PROOF") == "full" }
 
-// proofLength is that of a run.
+// proofLength is that of a run. On a busy machine a run goes on until it proves
+// something.
 func proofLength() time.Duration {
 	if fullProof() {
 		return 10 * time.Second
@@ -73,6 +78,7 @@ type proof struct {
 	dir     string
 	rec     *history.Recorder // of the faults, and of what comes after the workers
 	own     bytes.Buffer
+	began   time.Time // the harm
 	workers []*worker
 	cluster *clusters // of the run's own, if the fault needs that
 
@@ -107,8 +113,10 @@ func proveUnder(t *testing.T, f fault, driver string) *proof {
 		p.workers = append(p.workers, w)
 		p.launch(w)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), proofLength())
+	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
+	p.began = time.Now()
+	go p.endWhenEnough(ctx, cancel)
 	pause(ctx, proofTTL/2)
 	f.inject(ctx, p)
 	<-ctx.Done()
@@ -116,7 +124,7 @@ func proveUnder(t *testing.T, f fault, driver string) *proof {
 		w.stdin.Close()
 	}
 	for _, w := range p.workers {
-		late := time.AfterFunc(30*time.Second, func() { _ = w.cmd.Process.Signal(syscall.SIGQUIT) }) // It tells where it hangs.
+		late := time.AfterFunc(proofPatience, func() { _ = w.cmd.Process.Signal(syscall.SIGQUIT) }) // It tells where it hangs.
 		w.wait(t, func(line string) { t.Errorf("%s says %q", w.slot, line) })
 		late.Stop()
 	}
@@ -175,6 +183,37 @@ func (p *proof) launch(w *worker) {
 	}
 }
 
+// endWhenEnough calls end when the run has lasted for its length and every primitive was
+// acquired often enough, or when patience ends.
+func (p *proof) endWhenEnough(ctx context.Context, end func()) {
+	defer end()
+	pause(ctx, proofLength())
+	for ctx.Err() == nil && time.Since(p.began) < proofLength()+proofPatience && !p.enough() {
+		pause(ctx, proofTTL/4)
+	}
+}
+
+// enough reports whether the workers have acquired every primitive often enough.
+func (p *proof) enough() bool {
+	events, err := p.recorded()
+	if err != nil {
+		return true // It is reported when the run is judged.
+	}
+	by := map[string]int{}
+	for _, e := range events {
+		if e.Kind == history.Acquire {
+			by[e.Primitive]++
+		}
+	}
+	return !slices.ContainsFunc(primitives, func(prim primitive) bool { return by[prim.name] < proofEnough })
+}
+
+// strain is how many times its length a run has lasted, and 1 until it has. Harm comes
+// less often the longer a machine takes: else nothing might ever be acquired in between.
+func (p *proof) strain() time.Duration {
+	return max(1, time.Since(p.began)/proofLength())
+}
+
 // mark records what befell whom.
 func (p *proof) mark(whom, what string) {
 	if err := p.rec.Record(history.Event{Kind: history.Fault, Owner: whom, Key: what}); err != nil {
@@ -192,7 +231,7 @@ func (p *proof) judge() {
 	for _, prim := range primitives {
 		row := proofRow{fault: p.fault.name, driver: p.name[strings.Index(p.name, "-")+1:], primitive: prim.name}
 		row.count(p.history, wrong)
-		if row.acquired < 2*proofKeys {
+		if row.acquired < proofEnough {
 			p.t.Errorf("%s was acquired %d times: that proves nothing", prim.name, row.acquired)
 		}
 		p.rows = append(p.rows, row)
@@ -241,21 +280,30 @@ func (p *proof) events() []history.Event {
 	if err != nil {
 		p.t.Fatal(err)
 	}
-	files, _ := filepath.Glob(filepath.Join(p.dir, "*"))
+	workers, err := p.recorded()
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	events = append(events, workers...)
+	history.Sort(events)
+	return events
+}
+
+// recorded is what the workers have written down so far.
+func (p *proof) recorded() (events []history.Event, err error) {
+	files, err := filepath.Glob(filepath.Join(p.dir, "*"))
 	for _, name := range files {
-		file, err := os.Open(name)
-		if err != nil {
-			p.t.Fatal(err)
+		var text []byte
+		var more []history.Event
+		if text, err = os.ReadFile(name); err == nil {
+			more, err = history.Read(bytes.NewReader(text))
 		}
-		more, err := history.Read(file)
-		file.Close()
 		if err != nil {
-			p.t.Fatal(err)
+			break
 		}
 		events = append(events, more...)
 	}
-	history.Sort(events)
-	return events
+	return events, err
 }
 
 // written is the log of the guarded writes.
@@ -279,21 +327,22 @@ func (p *proof) written() (log []history.Written) {
 }
 
 // acquireAll acquires everything that ends by itself once more: a token that went back is seen even
-// if nobody has asked for it since.
+// if nobody has asked for it since. An attempt may fail on a busy machine, or find what
+// a worker has left behind: only patience ends.
 func (p *proof) acquireAll() {
 	c := newCoord(p.t, p.db, p.dialect, p.config())
 	for _, prim := range primitives {
 		if prim.lasting {
 			continue
 		}
-		a, err := prim.actor(c, p.db, "judge", proofTTL)
+		a, err := prim.actor(c, p.db, "judge", 20*proofTTL) // It has no reason to hurry.
 		if err != nil {
 			p.t.Fatal(err)
 		}
 		for k := range proofKeys {
 			e := history.Event{Kind: history.Acquire, Primitive: prim.name, Key: fmt.Sprint("k", k), Owner: "judge"}
 			var h held
-			for end := time.Now().Add(20 * proofTTL); h == nil; pause(p.t.Context(), 10*time.Millisecond) {
+			for end := time.Now().Add(proofPatience); h == nil; pause(p.t.Context(), 10*time.Millisecond) {
 				e.Sent = history.Now()
 				if h, err = a.acquire(p.t.Context(), e.Key); err != nil && time.Now().After(end) {
 					p.t.Fatalf("what is left behind does not expire: %v", err)
