@@ -111,7 +111,7 @@ func (c *Cluster) first(tb testing.TB) {
 // control runs pg_ctl and waits for it.
 func (c *Cluster) control(tb testing.TB, args ...string) {
 	tb.Helper()
-	c.run(tb, "pg_ctl", append([]string{"-D", c.data, "-l", filepath.Join(c.dir, "log"), "-w", "-t", "60", "-s"}, args...)...)
+	c.run(tb, "pg_ctl", append([]string{"-D", c.data, "-l", filepath.Join(c.dir, "log"), "-w", "-t", "150", "-s"}, args...)...)
 }
 
 // run runs one of the server programs as the server's user.

@@ -27,7 +27,7 @@ const (
 	// took the port between our choosing it and the server's binding it.
 	portTries = 3
 	// stopTimeout is what a server gets to end by itself.
-	stopTimeout = 10 * time.Second
+	stopTimeout = time.Minute
 )
 
 // supervisor is the shell script that makes the cluster and runs the server:

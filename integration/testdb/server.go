@@ -15,8 +15,9 @@ import (
 )
 
 const (
-	// startTimeout bounds the wait for a server that testdb started.
-	startTimeout = time.Minute
+	// startTimeout bounds the wait for a server that testdb started, on a machine
+	// that may be busy.
+	startTimeout = 3 * time.Minute
 	// existingTimeout bounds the wait for one that should be there.
 	existingTimeout = 15 * time.Second
 	// readyPoll is the pause between two attempts to connect.

@@ -34,9 +34,15 @@ import (
 	"github.com/lib/pq"
 )
 
-// stateTimeout bounds one CREATE or DROP DATABASE. Both can wait for a
-// checkpoint, which takes long on a busy machine.
-const stateTimeout = time.Minute
+const (
+	// stateTimeout bounds one attempt to CREATE or DROP a database. Both can wait
+	// for a checkpoint, which takes long on a busy machine.
+	stateTimeout = time.Minute
+	// statePatience bounds the attempts together.
+	statePatience = 5 * time.Minute
+	// statePause is the pause between two of them.
+	statePause = 100 * time.Millisecond
+)
 
 // shared is the one server of this process.
 var shared struct {
@@ -74,7 +80,7 @@ func Postgres(tb testing.TB) string {
 	tb.Cleanup(func() {
 		tb.Helper()
 		// Not tb.Context: it has ended by now.
-		err := srv.exec(context.Background(), "DROP DATABASE "+pq.QuoteIdentifier(name)+" WITH (FORCE)")
+		err := srv.exec(context.Background(), "DROP DATABASE IF EXISTS "+pq.QuoteIdentifier(name)+" WITH (FORCE)")
 		if err != nil {
 			tb.Errorf("testdb: drop database: %v", err)
 		}
@@ -142,10 +148,31 @@ func stopOnSignal() {
 	os.Exit(1)
 }
 
-// exec runs one statement in the maintenance database. It opens a connection
-// for that alone, so that a test which counts connections or goroutines sees
-// none of ours.
+// exec runs one statement in the maintenance database, again on another connection
+// if that failed but the server did not refuse it: it must be safe to repeat. A busy
+// server greets or answers some connections too late.
 func (s *server) exec(ctx context.Context, statement string) error {
+	ctx, cancel := context.WithTimeout(ctx, statePatience)
+	defer cancel()
+	for again := false; ; again = true {
+		err := s.execOnce(ctx, statement)
+		switch {
+		case err == nil, again && sqlState(err) == "42P04": // It exists: made by an attempt whose reply was lost.
+			return nil
+		case !passing(err):
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return err
+		case <-time.After(statePause):
+		}
+	}
+}
+
+// execOnce opens a connection for one statement alone, so that a test which counts
+// connections or goroutines sees none of ours.
+func (s *server) execOnce(ctx context.Context, statement string) error {
 	ctx, cancel := context.WithTimeout(ctx, stateTimeout)
 	defer cancel()
 	db, err := s.open()
@@ -154,4 +181,25 @@ func (s *server) exec(ctx context.Context, statement string) error {
 	}
 	_, err = db.ExecContext(ctx, statement)
 	return errors.Join(err, db.Close())
+}
+
+// passing reports whether a statement that failed with err may succeed on another
+// connection: the server did not answer, or has no room, is busy with the database, or
+// ended the session.
+func passing(err error) bool {
+	switch state := sqlState(err); {
+	case state == "", state == "55006":
+		return true
+	default:
+		return state.Class() == "53" || state.Class() == "57" || state.Class() == "08"
+	}
+}
+
+// sqlState is the server's code for a failure, "" if the failure is not the server's.
+func sqlState(err error) pq.ErrorCode {
+	var refused *pq.Error
+	if errors.As(err, &refused) {
+		return refused.Code
+	}
+	return ""
 }

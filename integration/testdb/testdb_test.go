@@ -3,12 +3,16 @@ package testdb
 import (
 	"database/sql"
 	"errors"
+	"io"
+	"net"
 	"net/url"
 	"os"
 	"strconv"
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/lib/pq"
 )
 
 func TestMain(m *testing.M) { os.Exit(Main(m)) }
@@ -56,6 +60,49 @@ func TestDropped(t *testing.T) {
 	})
 	if got := ask[int](t, admin, count, name); got != 0 {
 		t.Errorf("after the test %d databases named %s, want 0", got, name)
+	}
+}
+
+// A connection that breaks, as one does that a busy server does not greet in time, is
+// no reason to give up: the statement is sent again on another.
+func TestExecOnAnotherConnection(t *testing.T) {
+	t.Parallel()
+	const broken = 8 // database/sql tries three times by itself
+	real := use(t)
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { l.Close() })
+	go func() {
+		for n := 0; ; n++ {
+			client, err := l.Accept()
+			if err != nil {
+				return
+			}
+			if n < broken {
+				client.Close()
+				continue
+			}
+			server, err := net.Dial("tcp", real.admin.Host)
+			if err != nil {
+				client.Close()
+				continue
+			}
+			go func() { defer client.Close(); io.Copy(client, server) }()
+			go func() { defer server.Close(); io.Copy(server, client) }()
+		}
+	}()
+	behind := *real
+	behind.admin = &url.URL{}
+	*behind.admin = *real.admin
+	behind.admin.Host = l.Addr().String()
+	if err := behind.exec(t.Context(), "SELECT 1"); err != nil {
+		t.Errorf("exec = %v, want another try", err)
+	}
+	var refused *pq.Error
+	if err := behind.exec(t.Context(), "no statement"); !errors.As(err, &refused) {
+		t.Errorf("exec of no statement = %v, want the server's refusal", err)
 	}
 }
 
