@@ -27,7 +27,7 @@ bench:
 
 # All of the evidence, which takes minutes. Without a package named, go test shows what it prints.
 proof:
-	cd integration && COORD_PROOF=full go test -count=1 -timeout=15m -run '^TestProof'
+	cd integration && COORD_PROOF=full go test -count=1 -timeout=60m -run '^TestProof'
 
 # Writes BENCHMARKS.md and its pictures.
 figures:

@@ -61,7 +61,7 @@ func PgBouncer(tb testing.TB, settings string) string {
 
 // startBouncer starts a PgBouncer in front of a server, for all its databases.
 func startBouncer(server *url.URL, settings string) (addr string, stop func(), err error) {
-	program, err := findBouncer()
+	program, err := findBouncer("/usr/sbin/pgbouncer")
 	if err != nil {
 		return "", nil, err
 	}
@@ -107,12 +107,18 @@ log_disconnections = 0
 	return runBouncer(program, dir, config, user, free)
 }
 
-// findBouncer also looks where Debian puts it, which is not on every PATH.
-func findBouncer() (string, error) {
-	if program, err := exec.LookPath("pgbouncer"); err == nil {
+// findBouncer also looks where Debian puts it, which is not on every PATH. It returns
+// an [exec.ErrNotFound] if there is none: LookPath does so only for a name without a
+// directory.
+func findBouncer(debian string) (string, error) {
+	program, err := exec.LookPath("pgbouncer")
+	if err == nil {
 		return program, nil
 	}
-	return exec.LookPath("/usr/sbin/pgbouncer")
+	if _, absent := os.Stat(debian); absent != nil {
+		return "", err
+	}
+	return exec.LookPath(debian)
 }
 
 // keepBouncer runs the program again when it ends by itself, as a service manager
