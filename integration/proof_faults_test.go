@@ -19,6 +19,7 @@ type fault struct {
 	cluster  func(*testing.T) *clusters    // the servers of the run's own
 	prepare  func(*proof)                  // before anything else is done in the database
 	inject   func(context.Context, *proof) // while the workers work, until ctx ends
+	once     bool                          // it can't be injected again
 	violates bool                          // coord can't stand it, and the README says so
 }
 
@@ -37,8 +38,8 @@ var faults = []fault{
 	{name: "clocks an hour off", prepare: skew, inject: often(stopAndContinue)},
 	{name: "DDL storm", inject: often(changeTables)},
 	{name: "disk full", prepare: breakable, inject: often(fillDisk)},
-	{name: "promotion, synchronous", cluster: synchronous, inject: failOver},
-	{name: "promotion, asynchronous", cluster: asynchronous, inject: failOver, violates: true},
+	{name: "promotion, synchronous", cluster: synchronous, once: true, inject: failOver},
+	{name: "promotion, asynchronous", cluster: asynchronous, once: true, inject: failOver, violates: true},
 }
 
 func nothing(context.Context, *proof) {}
@@ -48,7 +49,7 @@ func often(harm func(context.Context, *proof)) func(context.Context, *proof) {
 	return func(ctx context.Context, p *proof) {
 		for ctx.Err() == nil {
 			harm(ctx, p)
-			pause(ctx, rand.N(proofTTL/2)*p.strain())
+			pause(ctx, rand.N(p.ttl/2))
 		}
 	}
 }
@@ -67,7 +68,7 @@ func stopAndContinue(ctx context.Context, p *proof) {
 	if err := suspend(w.cmd.Process); err != nil {
 		p.t.Error(err)
 	}
-	pause(ctx, proofTTL*5/4+rand.N(proofTTL/2))
+	pause(ctx, p.ttl*5/4+rand.N(p.ttl/2))
 	p.mark(w.slot, "continued")
 	if err := resume(w.cmd.Process); err != nil {
 		p.t.Error(err)
@@ -79,7 +80,7 @@ func blackHole(directions ...int) func(context.Context, *proof) {
 		w := p.anyWorker()
 		p.mark(w.slot, "black hole")
 		w.proxy.swallow(directions...)
-		pause(ctx, proofTTL*5/4+rand.N(proofTTL/2))
+		pause(ctx, p.ttl*5/4+rand.N(p.ttl/2))
 		p.mark(w.slot, "healed")
 		w.proxy.heal()
 	}
@@ -94,7 +95,7 @@ func terminate(_ context.Context, p *proof) {
 func restart(ctx context.Context, p *proof) {
 	p.mark("", "server restarted")
 	p.cluster.primary.Restart(p.t)
-	pause(ctx, proofTTL)
+	pause(ctx, p.ttl)
 }
 
 func exhaust(ctx context.Context, p *proof) {
@@ -103,7 +104,7 @@ func exhaust(ctx context.Context, p *proof) {
 	if _, err := w.stdin.Write([]byte("exhaust\n")); err != nil {
 		p.t.Error(err)
 	}
-	pause(ctx, proofTTL)
+	pause(ctx, p.ttl)
 }
 
 // forDatabase changes a setting of the database for the sessions to come.
@@ -158,7 +159,7 @@ func changeTables(ctx context.Context, p *proof) {
 	if err != nil {
 		p.t.Error(err)
 	}
-	pause(ctx, rand.N(proofTTL/4))
+	pause(ctx, rand.N(p.ttl/4))
 }
 
 // breakable prepares what lets every write fail as on a full disk.
@@ -177,7 +178,7 @@ func fillDisk(ctx context.Context, p *proof) {
 	}
 	p.mark("", "disk full")
 	p.exec(p.t, "UPDATE proof_disk SET is_full = true")
-	pause(ctx, proofTTL/2+rand.N(proofTTL))
+	pause(ctx, p.ttl/2+rand.N(p.ttl))
 	p.mark("", "disk has room")
 	p.exec(p.t, "UPDATE proof_disk SET is_full = false")
 }
@@ -229,11 +230,11 @@ func asynchronous(t *testing.T) *clusters {
 // asynchronous one has not been sent, it does not know.
 func failOver(ctx context.Context, p *proof) {
 	if p.cluster.link != nil {
-		pause(ctx, proofTTL/2)
+		pause(ctx, p.ttl/2)
 		p.mark("", "replication cut")
 		p.cluster.link.swallow()
 	}
-	pause(ctx, proofTTL+rand.N(proofTTL/2))
+	pause(ctx, p.ttl+rand.N(p.ttl/2))
 	p.mark("", "failover")
 	p.cluster.primary.Stop(p.t)
 	p.cluster.standby.Promote(p.t)
@@ -242,5 +243,5 @@ func failOver(ctx context.Context, p *proof) {
 	for _, w := range p.workers {
 		w.proxy.redirect(p.host())
 	}
-	pause(ctx, 2*proofTTL)
+	pause(ctx, 2*p.ttl)
 }

@@ -50,6 +50,7 @@ func TestProof(t *testing.T) {
 
 const (
 	proofTTL     = time.Second
+	proofMostTTL = 16 * proofTTL
 	proofKeys    = 3 // of each primitive
 	proofWorkers = 3
 	proofEnough  = 2 * proofKeys // acquisitions of each primitive by the workers
@@ -61,8 +62,7 @@ const (
 // fullProof tells whether all of it is asked for.
 func fullProof() bool { return os.Getenv("COORD_PROOF") == "full" }
 
-// proofLength is that of a run. On a busy machine a run goes on until it proves
-// something.
+// proofLength is that of a run's first round. A round with a longer TTL is longer.
 func proofLength() time.Duration {
 	if fullProof() {
 		return 10 * time.Second
@@ -78,7 +78,7 @@ type proof struct {
 	dir     string
 	rec     *history.Recorder // of the faults, and of what comes after the workers
 	own     bytes.Buffer
-	began   time.Time // the harm
+	ttl     time.Duration // of what the workers hold
 	workers []*worker
 	cluster *clusters // of the run's own, if the fault needs that
 
@@ -109,27 +109,40 @@ func proveUnder(t *testing.T, f fault, driver string) *proof {
 	}
 	c.Close()
 	for i := range proofWorkers {
-		w := &worker{slot: fmt.Sprint("w", i), proxy: proxyTo(t, p.host())}
-		p.workers = append(p.workers, w)
+		p.workers = append(p.workers, &worker{slot: fmt.Sprint("w", i), proxy: proxyTo(t, p.host())})
+	}
+	// On a busy machine little can be acquired in time: then the workers go on with longer TTLs.
+	for p.ttl = proofTTL; ; p.ttl *= 2 {
+		p.round(p.ttl > proofTTL && f.once)
+		if p.ttl >= proofMostTTL || p.enough() {
+			break
+		}
+		t.Logf("TTL %v: too little was acquired", p.ttl)
+	}
+	p.judge()
+	return p
+}
+
+// round lets the workers work for a while, under the fault unless calm.
+func (p *proof) round(calm bool) {
+	for _, w := range p.workers {
 		p.launch(w)
 	}
-	ctx, cancel := context.WithCancel(t.Context())
+	ctx, cancel := context.WithTimeout(p.t.Context(), proofLength()*(p.ttl/proofTTL))
 	defer cancel()
-	p.began = time.Now()
-	go p.endWhenEnough(ctx, cancel)
-	pause(ctx, proofTTL/2)
-	f.inject(ctx, p)
+	pause(ctx, p.ttl/2)
+	if !calm {
+		p.fault.inject(ctx, p)
+	}
 	<-ctx.Done()
 	for _, w := range p.workers {
 		w.stdin.Close()
 	}
 	for _, w := range p.workers {
 		late := time.AfterFunc(proofPatience, func() { _ = w.cmd.Process.Signal(syscall.SIGQUIT) }) // It tells where it hangs.
-		w.wait(t, func(line string) { t.Errorf("%s says %q", w.slot, line) })
+		w.wait(p.t, func(line string) { p.t.Errorf("%s says %q", w.slot, line) })
 		late.Stop()
 	}
-	p.judge()
-	return p
 }
 
 // database makes the run's database, on a server of its own if it needs one.
@@ -175,21 +188,11 @@ func (p *proof) launch(w *worker) {
 	name := fmt.Sprint(w.slot, "-", w.started)
 	w.started++
 	w.process = through.start(p.t, "prover", orders{Prover: proverOrders{
-		Name: name, Slot: w.slot, File: filepath.Join(p.dir, name), TTL: proofTTL, Keys: proofKeys, Pool: 12,
+		Name: name, Slot: w.slot, File: filepath.Join(p.dir, name), TTL: p.ttl, Keys: proofKeys, Pool: 12,
 	}})
 	if !w.lines.Scan() || w.lines.Text() != "ready" {
 		w.process.cmd.Wait()
 		p.t.Fatalf("%s is not ready: %q %s", name, w.lines.Text(), w.errors.Bytes())
-	}
-}
-
-// endWhenEnough calls end when the run has lasted for its length and every primitive was
-// acquired often enough, or when patience ends.
-func (p *proof) endWhenEnough(ctx context.Context, end func()) {
-	defer end()
-	pause(ctx, proofLength())
-	for ctx.Err() == nil && time.Since(p.began) < proofLength()+proofPatience && !p.enough() {
-		pause(ctx, proofTTL/4)
 	}
 }
 
@@ -206,12 +209,6 @@ func (p *proof) enough() bool {
 		}
 	}
 	return !slices.ContainsFunc(primitives, func(prim primitive) bool { return by[prim.name] < proofEnough })
-}
-
-// strain is how many times its length a run has lasted, and 1 until it has. Harm comes
-// less often the longer a machine takes: else nothing might ever be acquired in between.
-func (p *proof) strain() time.Duration {
-	return max(1, time.Since(p.began)/proofLength())
 }
 
 // mark records what befell whom.
