@@ -28,15 +28,17 @@ type EIDConfig struct {
 // all. A set that is lost stays so until ReleaseLocks, or until AcquireLocks begins a
 // new one, which has a new channel of Lost.
 //
-// It is safe for concurrent use. Callers of one EIDLocker queue for ids, first come
-// first served, and only who is first for all of its ids asks the database. Make one,
-// not one for each caller. Between processes there is no order.
+// It is safe for concurrent use. Make one, not one for each caller: callers of one
+// EIDLocker queue for ids. A call asks the database when all of its ids are free in the
+// process; of two calls that could, the one that came first. While it waits it keeps no
+// other call from ids that are free, so that calls for fewer ids may overtake it. Between
+// processes there is no order.
 type EIDLocker struct {
 	c       *Coord
 	sql     *eidSQL
 	cfg     EIDConfig
-	ids     lines
-	anchors lines // who acquires for an anchor
+	ids     queue
+	anchors queue // who acquires for an anchor
 
 	life    context.Context // ends with Close
 	cancel  context.CancelCauseFunc
@@ -169,7 +171,7 @@ func (l *EIDLocker) inTurn(ctx context.Context, doing, anchor string, ids []stri
 	queued := !turn.isFirst()
 	if queued {
 		select {
-		case <-turn.first:
+		case <-turn.turn:
 		case <-ctx.Done():
 			return waited(ctx, doing, busy, nil)
 		}
@@ -283,7 +285,7 @@ func (l *EIDLocker) acquire(ctx context.Context, doing, anchor string, ids []str
 			l.ids.leave(s.place, ids...)
 		}
 	}()
-	sent, err := contend(ctx, doing, s.place, busy, l.cfg.AcquireBackoff, l.cfg.AcquireMaxBackoff, func() (time.Time, error) {
+	sent, err := contend(ctx, doing, &l.ids, s.place, busy, l.cfg.AcquireBackoff, l.cfg.AcquireMaxBackoff, func() (time.Time, string, error) {
 		return l.try(ctx, s)
 	})
 	if err != nil {
@@ -295,10 +297,11 @@ func (l *EIDLocker) acquire(ctx context.Context, doing, anchor string, ids []str
 }
 
 // try asks the database once for the ids of s. It returns the time before the
-// statement that was granted was sent.
-func (l *EIDLocker) try(ctx context.Context, s *lockSet) (time.Time, error) {
+// statement that was granted was sent, or with an ErrHeld the id that is held, if it is
+// known.
+func (l *EIDLocker) try(ctx context.Context, s *lockSet) (time.Time, string, error) {
 	if l.life.Err() != nil { // ctx may not know it yet.
-		return time.Time{}, wrap("acquire "+setName(s.anchor), ErrClosed)
+		return time.Time{}, "", wrap("acquire "+setName(s.anchor), ErrClosed)
 	}
 	attempt := l.c.attempt()
 	got, err := acquire(ctx, l.c, l.sql.table, setName(s.anchor), func(ctx context.Context) (lockedSet, error) {
@@ -309,15 +312,24 @@ func (l *EIDLocker) try(ctx context.Context, s *lockSet) (time.Time, error) {
 	})
 	switch {
 	case err == nil && got.held != nil:
-		return time.Time{}, got.held
+		return time.Time{}, s.refused(got.id), got.held
 	case err == nil:
 		s.fence = got.fence
-		return got.sent, nil
+		return got.sent, "", nil
 	}
 	if failure := l.c.classify(err); ctx.Err() == nil && (failure == FailureRetry || failure == FailureContended) {
-		return time.Time{}, fmt.Errorf("%w: %w", &HeldError{What: setName(s.anchor)}, err) // Rivals are at it all the time.
+		return time.Time{}, s.refused(""), fmt.Errorf("%w: %w", &HeldError{What: setName(s.anchor)}, err) // Rivals ask all the time.
 	}
-	return time.Time{}, wrap("acquire "+setName(s.anchor), err)
+	return time.Time{}, "", wrap("acquire "+setName(s.anchor), err)
+}
+
+// refused returns the id that is held when the database has refused s for id. It is known
+// without a word of the database if there is only one.
+func (s *lockSet) refused(id string) string {
+	if len(s.ids) == 1 {
+		return s.ids[0]
+	}
+	return id
 }
 
 // lockedSet is how an acquisition that got its answer ended.
@@ -325,6 +337,7 @@ type lockedSet struct {
 	sent  time.Time
 	fence int64
 	held  *HeldError // nil if the locks were granted
+	id    string     // that is held; "" if the database has named none
 }
 
 // send sends the acquisition, again if it has made rows, or if the answer took so long
@@ -348,7 +361,7 @@ func (l *EIDLocker) send(ctx context.Context, s *lockSet, attempt int64) (locked
 		case id == "" && !granted:
 			return lockedSet{held: &HeldError{What: setName(s.anchor)}}, nil
 		case !granted:
-			return lockedSet{held: &HeldError{What: "id " + id, Owner: owner, ExpiresAt: time.UnixMicro(expires)}}, nil
+			return lockedSet{id: id, held: &HeldError{What: "id " + id, Owner: owner, ExpiresAt: time.UnixMicro(expires)}}, nil
 		case fence > 0 && (time.Since(sent) < l.cfg.TTL/2 || tries == 9):
 			return lockedSet{sent: sent, fence: fence}, nil
 		}

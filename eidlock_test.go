@@ -1287,7 +1287,8 @@ func TestEIDCloseOfAStuckDriver(t *testing.T) {
 	})
 }
 
-// TestEIDFirstComeFirstServed for each id, and only who shares one waits.
+// TestEIDFirstComeFirstServed among the calls whose ids are all free. A call that waits for
+// one of its ids does not keep others from the rest.
 func TestEIDFirstComeFirstServed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, _ := newEIDs(t, Config{})
@@ -1319,15 +1320,16 @@ func TestEIDFirstComeFirstServed(t *testing.T) {
 		l.ReleaseLocks(t.Context(), "apart")
 		time.Sleep(2 * time.Minute)
 		mu.Lock()
-		if len(order) != 0 {
-			t.Errorf("%v overtook the holder when one in the middle gave up", order)
+		if want := []string{"d"}; !slices.Equal(order, want) { // Its id is free, though c waits for it too.
+			t.Errorf("%v have got through before the release, want %v", order, want)
 		}
 		mu.Unlock()
 		l.ReleaseLocks(t.Context(), "first")
 		time.Sleep(40 * time.Minute)
 		mu.Lock()
 		defer mu.Unlock()
-		if want := []string{"a", "b", "c", "e", "d"}; !slices.Equal(order, want) && !slices.Equal(order, []string{"a", "b", "e", "c", "d"}) {
+		// When a is done, c has 2, and so it is e's turn before b's.
+		if want := []string{"d", "a", "c", "e", "b"}; !slices.Equal(order, want) {
 			t.Errorf("order = %v, want %v", order, want)
 		}
 		time.Sleep(time.Hour)
@@ -1687,5 +1689,55 @@ func TestEIDReacquiringRenews(t *testing.T) {
 			t.Errorf("lost %v after the last renewal was sent, want 27 s", took)
 		}
 		l.ReleaseLocks(t.Context(), "a")
+	})
+}
+
+// TestEIDRefusedKeepsNobodyWaiting: a set that waits for one id of a dead process keeps no
+// other set from ids that are free, directly or through a chain of sets.
+func TestEIDRefusedKeepsNobodyWaiting(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, db := newEIDs(t, Config{})
+		l := newLocker(t, c, EIDConfig{AcquireDeadline: 10 * time.Second})
+		db.take("dead", time.Hour)
+		first := make(chan error, 1)
+		go func() { first <- l.AcquireLocks(t.Context(), "first", "dead", "1") }()
+		synctest.Wait()
+		start := time.Now()
+		for i := 1; i <= 4; i++ {
+			anchor := fmt.Sprint("a", i)
+			mustLock(t, l, anchor, fmt.Sprint(i), fmt.Sprint(i+1))
+			l.ReleaseLocks(t.Context(), anchor)
+		}
+		if took := time.Since(start); took != 0 {
+			t.Errorf("the chain took %v, want no time", took)
+		}
+		err := <-first
+		wantErrors(t, "AcquireLocks", err, ErrHeld, ErrAcquireTimeout, context.DeadlineExceeded)
+		wantHeld(t, err, HeldError{"id dead", "other", start.Add(time.Hour)})
+		wantEmpty(t, l)
+	})
+}
+
+// TestEIDWaiterKeepsNobodyWaiting: a set that waits for an id that this process holds keeps no
+// other set from ids that are free.
+func TestEIDWaiterKeepsNobodyWaiting(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, _ := newEIDs(t, Config{})
+		l := newLocker(t, c, EIDConfig{})
+		mustLock(t, l, "a", "1")
+		start, waiter := time.Now(), make(chan error, 1)
+		go func() { waiter <- l.AcquireLocks(t.Context(), "b", "1", "2") }()
+		synctest.Wait()
+		mustLock(t, l, "c", "2", "3")
+		l.ReleaseLocks(t.Context(), "c")
+		if took := time.Since(start); took != 0 {
+			t.Errorf("AcquireLocks of free ids took %v, want no time", took)
+		}
+		l.ReleaseLocks(t.Context(), "a")
+		if err := <-waiter; err != nil {
+			t.Errorf("AcquireLocks after the release = %v", err)
+		}
+		l.ReleaseLocks(t.Context(), "b")
+		wantEmpty(t, l)
 	})
 }

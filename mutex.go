@@ -65,7 +65,7 @@ type Mutex struct {
 	d   MutexDriver
 	cfg MutexConfig
 
-	lines lines
+	lines queue
 
 	mu    sync.Mutex
 	locks map[string]*Lock // held
@@ -119,7 +119,7 @@ func (m *Mutex) TryLock(ctx context.Context, name string) (lock *Lock, err error
 	}
 	p := m.lines.join(false, name)
 	if p == nil {
-		return nil, &HeldError{What: mutexName(name)}
+		return nil, m.busy(name)
 	}
 	defer func() {
 		if lock == nil { // Also if the driver panics.
@@ -143,10 +143,27 @@ func (m *Mutex) Lock(ctx context.Context, name string) (lock *Lock, err error) {
 			m.lines.leave(p, name)
 		}
 	}()
-	return contend(ctx, "lock "+name, p, &HeldError{What: mutexName(name)}, m.cfg.RetryMin, m.cfg.RetryMax, func() (*Lock, error) {
-		return m.try(ctx, name, p)
+	return contend(ctx, "lock "+name, &m.lines, p, m.busy(name), m.cfg.RetryMin, m.cfg.RetryMax, func() (*Lock, string, error) {
+		lock, err := m.try(ctx, name, p)
+		return lock, name, err
 	})
 }
+
+// busy is the error of a caller that is refused, or waits, because of another caller of
+// this process.
+func (m *Mutex) busy(name string) error {
+	held := &HeldError{What: mutexName(name)}
+	if d, ok := m.d.(interface{ owner() string }); ok {
+		held.Owner = d.owner()
+	}
+	return held
+}
+
+// owner is the name of this process.
+func (d *TableDriver) owner() string { return d.c.Owner() }
+
+// owner is the name of this process.
+func (d *AdvisoryDriver) owner() string { return d.c.Owner() }
 
 // Do calls fn while it holds the lock, waiting for it as Lock does, and returns
 // what fn returns. fn's context ends with the cause [ErrLost] if the lock is lost
@@ -222,7 +239,7 @@ func (m *Mutex) lost(names []string) {
 	for _, name := range names {
 		if l := m.locks[name]; l != nil {
 			l.keeper.end(ErrLost)
-		} else if p := m.lines.head(name); p != nil {
+		} else if p := m.lines.busy(name); p != nil {
 			p.lost = true
 		}
 	}

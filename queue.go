@@ -1,0 +1,277 @@
+package coord
+
+import (
+	"container/heap"
+	"container/list"
+	"context"
+	"errors"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+)
+
+// queue holds the callers of this process that have names or wait for them. A name is
+// busy while a caller holds it or asks the database for it, so that a thousand callers
+// that want the same name cost the database no more than one. A caller is let through
+// when none of its names is busy, and then all of them are; of two that could be, the one
+// that came first. A caller that waits keeps nobody from names that are not busy.
+type queue struct {
+	mu     sync.Mutex
+	of     map[string]*line
+	joined int64 // how many places there have been
+}
+
+// line is what a queue knows of one name. It exists while somebody has the name or wants
+// it. The queue's mu guards it.
+type line struct {
+	name   string
+	busy   *place    // holds the name, or asks for it; nil if nobody does
+	places list.List // of *place, in the order of arrival: who has the name or wants it
+}
+
+// place is one caller's place in a queue. It is in the lines of all its names until it
+// leaves them, so that it keeps its order however often it has to wait.
+type place struct {
+	order int64         // of arrival
+	spots []spot        // in the order of their names; under the queue's mu
+	waits bool          // for its turn; under the queue's mu
+	turn  chan struct{} // closed when it is let through; replaced only by the caller itself
+	lost  bool          // told of a loss while it asks; under the Mutex's mu
+}
+
+// spot is where a place stands in one line, which it can leave at once from there.
+type spot struct {
+	line *line
+	at   *list.Element
+}
+
+// join queues the caller for names, which are sorted. It returns nil if the caller may
+// not wait and would have to.
+func (q *queue) join(mayWait bool, names ...string) *place {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if !mayWait && slices.ContainsFunc(names, func(name string) bool { return q.of[name] != nil && q.of[name].busy != nil }) {
+		return nil
+	}
+	if q.of == nil {
+		q.of = map[string]*line{}
+	}
+	q.joined++
+	p := &place{order: q.joined, spots: make([]spot, len(names)), waits: true, turn: make(chan struct{})}
+	for i, name := range names {
+		l := q.of[name]
+		if l == nil {
+			l = &line{name: name}
+			q.of[name] = l
+		}
+		p.spots[i] = spot{l, l.places.PushBack(p)}
+	}
+	p.enter()
+	return p
+}
+
+// enter lets p through if it waits and none of its names is busy with another.
+func (p *place) enter() {
+	if !p.waits || slices.ContainsFunc(p.spots, func(s spot) bool { return s.line.busy != nil && s.line.busy != p }) {
+		return
+	}
+	for _, s := range p.spots {
+		s.line.busy = p
+	}
+	p.waits = false
+	close(p.turn)
+}
+
+// leave takes p out of the lines of names, which are sorted, where it is still in them.
+func (q *queue) leave(p *place, names ...string) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	var freed []*line
+	p.spots = slices.DeleteFunc(p.spots, func(s spot) bool {
+		if _, found := slices.BinarySearch(names, s.line.name); !found {
+			return false
+		}
+		s.line.places.Remove(s.at)
+		if s.line.busy == p {
+			s.line.busy = nil
+			freed = append(freed, s.line)
+		}
+		if s.line.places.Len() == 0 {
+			delete(q.of, s.line.name)
+		}
+		return true
+	})
+	letThrough(freed)
+}
+
+// keepOnly is called after the database has refused p for a name: the others are not busy
+// while p pauses. name is empty if the refusal was for none in particular.
+func (q *queue) keepOnly(p *place, name string) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	p.giveUp(name)
+}
+
+// again asks for a turn again, for all of p's names. If one of them is busy then p gives
+// up what it has kept, since it may have to wait for long, and waits in its old order.
+func (q *queue) again(p *place) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	p.waits, p.turn = true, make(chan struct{})
+	if p.enter(); p.waits {
+		p.giveUp("")
+	}
+}
+
+// giveUp makes p's names but one free for others. p stays in their lines.
+func (p *place) giveUp(but string) {
+	var freed []*line
+	for _, s := range p.spots {
+		if s.line.busy == p && s.line.name != but {
+			s.line.busy = nil
+			freed = append(freed, s.line)
+		}
+	}
+	letThrough(freed)
+}
+
+// letThrough lets through who waits for lines that are not busy any more.
+func letThrough(freed []*line) {
+	next := make(arrivals, 0, len(freed))
+	for _, l := range freed {
+		if first := l.places.Front(); first != nil {
+			next = append(next, spot{l, first})
+		}
+	}
+	heap.Init(&next)
+	var tried *place // It comes up once for each of its names.
+	for len(next) > 0 {
+		first := &next[0]
+		if p := first.place(); first.line.busy == nil && p != tried {
+			p.enter()
+			tried = p
+		}
+		if first.at = first.at.Next(); first.at == nil || first.line.busy != nil {
+			heap.Remove(&next, 0)
+			continue
+		}
+		heap.Fix(&next, 0)
+	}
+}
+
+// arrivals is a heap of spots, the earliest place first.
+type arrivals []spot
+
+func (a arrivals) Len() int           { return len(a) }
+func (a arrivals) Less(i, j int) bool { return a[i].place().order < a[j].place().order }
+func (a arrivals) Swap(i, j int)      { a[i], a[j] = a[j], a[i] }
+func (a *arrivals) Push(s any)        { *a = append(*a, s.(spot)) }
+func (a *arrivals) Pop() any {
+	last := len(*a) - 1
+	s := (*a)[last]
+	*a = (*a)[:last]
+	return s
+}
+
+func (s spot) place() *place { return s.at.Value.(*place) }
+
+// busy returns the place that holds a name or asks for it, nil if none does.
+func (q *queue) busy(name string) *place {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if l := q.of[name]; l != nil {
+		return l.busy
+	}
+	return nil
+}
+
+// isFirst reports whether p has its turn.
+func (p *place) isFirst() bool {
+	select {
+	case <-p.turn:
+		return true
+	default:
+		return false
+	}
+}
+
+// contend waits for p's turn and then calls try, until what p wants is not held any more.
+// If it is, try also returns the name that is held, if it is known. doing says what is
+// attempted, busy is the error of a caller that waits behind another of this process. If
+// ctx ends the wait, see [ErrAcquireTimeout].
+func contend[T any](ctx context.Context, doing string, q *queue, p *place, busy error, least, most time.Duration, try func() (T, string, error)) (T, error) {
+	var none T
+	var held error // nil until it is known to be held
+	for attempts := 1; ; attempts++ {
+		if held == nil && !p.isFirst() {
+			held = busy
+		}
+		select {
+		case <-p.turn:
+		case <-ctx.Done():
+			return none, waited(ctx, doing, held, nil)
+		}
+		got, name, err := try()
+		switch {
+		case err == nil:
+			return got, nil
+		case !errors.Is(err, ErrHeld):
+			return none, waited(ctx, doing, held, err)
+		}
+		held = err
+		q.keepOnly(p, name)
+		select {
+		case <-ctx.Done():
+			return none, waited(ctx, doing, held, nil)
+		case <-time.After(backoff(attempts, least, most)):
+		}
+		q.again(p)
+	}
+}
+
+// waitError is the error of a wait that has ended, in one sentence. It is also the errors
+// that the sentence tells of.
+type waitError struct {
+	text string
+	errs []error
+}
+
+func (e *waitError) Error() string   { return e.text }
+func (e *waitError) Unwrap() []error { return e.errs }
+
+// waited returns the error of a wait for what is held, if it is known to be. It was ended
+// by ctx, or by failure. See [ErrAcquireTimeout].
+func waited(ctx context.Context, doing string, held, failure error) error {
+	if ctx.Err() != nil {
+		failure = wrap(doing, ended(ctx))
+	}
+	if held == nil {
+		return failure
+	}
+	e := &waitError{text: "coord: " + doing + ": ", errs: []error{held, failure}}
+	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+		e.text += ErrAcquireTimeout.Error() + ": "
+		e.errs = append(e.errs, ErrAcquireTimeout)
+	}
+	e.text += heldText(doing, held) + ": " + bareText(doing, failure)
+	return e
+}
+
+// heldText is the text of held, which follows that of doing: it does not name again what
+// doing names.
+func heldText(doing string, held error) string {
+	text := strings.TrimPrefix(held.Error(), "coord: ")
+	_, object, _ := strings.Cut(doing, " ")
+	var of *HeldError
+	if errors.As(held, &of) && (of.What == object || strings.HasSuffix(of.What, " "+object)) {
+		text = strings.TrimPrefix(text, of.What+": ")
+	}
+	return text
+}
+
+// bareText is the text of err without the beginning that doing has given it.
+func bareText(doing string, err error) string {
+	text := strings.TrimPrefix(err.Error(), "coord: ")
+	return strings.TrimPrefix(text, doing+": ")
+}

@@ -1,0 +1,221 @@
+package coord
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"testing"
+	"time"
+)
+
+// TestQueue: a place is let through when none of its names is busy, in the order of arrival.
+func TestQueue(t *testing.T) {
+	var q queue
+	var places []*place
+	join := func(names ...string) *place {
+		p := q.join(true, names...)
+		places = append(places, p)
+		return p
+	}
+	check := func(when string, want ...*place) {
+		t.Helper()
+		for i, p := range places {
+			if got, want := p.isFirst(), slices.Contains(want, p); got != want {
+				t.Errorf("%s: place %d has its turn: %v, want %v", when, i, got, want)
+			}
+		}
+	}
+	x := join("x")
+	xy, y := join("x", "y"), join("y")
+	check("y is free, though one before waits for x too", x, y)
+	if p := q.join(false, "w", "y"); p != nil {
+		t.Error("joined a busy name without waiting, want nil")
+	}
+	if q.busy("w") != nil || q.busy("y") != y {
+		t.Errorf("busy are %v and %v, want nobody and the third", q.busy("w"), q.busy("y"))
+	}
+	x2, yz := join("x"), join("y", "z")
+	q.leave(x, "x")
+	check("x is free", x, y, x2)
+	q.leave(y, "y")
+	check("y is free", x, y, x2, yz)
+	q.leave(yz, "y", "z")
+	check("y is free again", x, y, x2, yz)
+	q.leave(x2, "x")
+	check("x is free again", x, y, x2, yz, xy)
+	q.leave(xy, "x") // It keeps y.
+	q.leave(xy, "x")
+	y2 := join("y")
+	check("only y is kept", x, y, x2, yz, xy)
+	q.leave(y2, "y") // It gives up.
+	q.leave(xy, "x", "y")
+	wantNobody(t, &q)
+}
+
+// TestQueueFreesAtOnce: of those that wait for any of several names that are freed, the
+// earliest comes first, whatever the order of the names.
+func TestQueueFreesAtOnce(t *testing.T) {
+	for _, ends := range [][]string{{"a", "b"}, {"b", "a"}} {
+		var q queue
+		ab := q.join(true, "a", "b")
+		early := q.join(true, slices.Sorted(slices.Values([]string{ends[0], "z"}))...)
+		late := q.join(true, slices.Sorted(slices.Values([]string{ends[1], "z"}))...)
+		last := q.join(true, ends[1])
+		q.leave(ab, "a", "b")
+		if !early.isFirst() || late.isFirst() || !last.isFirst() {
+			t.Errorf("%v: turns %v, %v and %v, want true, false and true", ends, early.isFirst(), late.isFirst(), last.isFirst())
+		}
+		q.leave(last, ends[1])
+		q.leave(early, slices.Sorted(slices.Values([]string{ends[0], "z"}))...)
+		if !late.isFirst() {
+			t.Errorf("%v: the one in between has no turn", ends)
+		}
+		q.leave(late, slices.Sorted(slices.Values([]string{ends[1], "z"}))...)
+		wantNobody(t, &q)
+	}
+}
+
+// TestQueueAfterARefusal: the place keeps the name that is held, and no other, until it asks
+// again. If it can't have the others then, it gives that one up too, and keeps its order.
+func TestQueueAfterARefusal(t *testing.T) {
+	var q queue
+	p := q.join(true, "x", "y")
+	x, y := q.join(true, "x"), q.join(true, "y")
+	q.keepOnly(p, "x")
+	if x.isFirst() || !y.isFirst() {
+		t.Errorf("turns for x and y: %v and %v, want false and true", x.isFirst(), y.isFirst())
+	}
+	if q.again(p); p.isFirst() || !x.isFirst() {
+		t.Errorf("turns while y is busy: %v and of another for x %v, want false and true", p.isFirst(), x.isFirst())
+	}
+	x2 := q.join(true, "x")
+	q.leave(y, "y")
+	if q.leave(x, "x"); !p.isFirst() || x2.isFirst() {
+		t.Errorf("turns when both are free: %v and of a later one %v, want true and false", p.isFirst(), x2.isFirst())
+	}
+	q.keepOnly(p, "y")
+	if q.leave(x2, "x"); !x2.isFirst() {
+		t.Error("x is not free while its former holder pauses for y")
+	}
+	if q.again(p); !p.isFirst() || q.busy("x") != p || q.busy("y") != p {
+		t.Error("the place does not get all of its names again")
+	}
+	q.keepOnly(p, "")
+	if q.busy("x") != nil || q.busy("y") != nil {
+		t.Error("names are busy after a refusal for none in particular")
+	}
+	q.leave(p, "x", "y")
+	wantNobody(t, &q)
+}
+
+// TestTryLockDoesNotWait behind another caller of this process.
+func TestTryLockDoesNotWait(t *testing.T) {
+	m, err := NewMutex(&memoryDriver{}, MutexConfig{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	lock, err := m.TryLock(t.Context(), "m")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := m.TryLock(t.Context(), "m"); !errors.Is(err, ErrHeld) {
+		t.Errorf("TryLock = %v, want ErrHeld", err)
+	}
+	lock.Unlock(t.Context())
+}
+
+// TestLeavingIsCheap: callers that cancel their wait for one name delay nobody who wants another.
+func TestLeavingIsCheap(t *testing.T) {
+	const n = 200_000
+	var q queue
+	held := q.join(true, "x")
+	waiting := make([]*place, n)
+	for i := range waiting {
+		waiting[i] = q.join(true, "x")
+	}
+	start := time.Now()
+	for i := range n / 2 { // From both ends.
+		q.leave(waiting[i], "x")
+		q.leave(waiting[n-1-i], "x")
+	}
+	q.leave(q.join(true, "y"), "y")
+	if took := time.Since(start); took > 2*time.Second {
+		t.Errorf("%d left in %v, want at most 2 s", n, took)
+	}
+	q.leave(held, "x")
+	wantNobody(t, &q)
+}
+
+// TestHeldByThisProcess: a refusal by another caller of the process says whose it is.
+func TestHeldByThisProcess(t *testing.T) {
+	c, _ := newMock(t, Config{Owner: "node"})
+	table, err := c.TableDriver(DriverConfig{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	advisory, err := c.AdvisoryDriver(DriverConfig{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, test := range []struct {
+		driver MutexDriver
+		owner  string
+	}{{table, "node"}, {advisory, "node"}, {&memoryDriver{}, ""}} {
+		m, err := NewMutex(test.driver, MutexConfig{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		p := m.lines.join(true, "m")
+		_, err = m.TryLock(t.Context(), "m")
+		wantHeld(t, err, HeldError{What: "mutex m", Owner: test.owner})
+		ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+		_, err = m.Lock(ctx, "m")
+		cancel()
+		wantHeld(t, err, HeldError{What: "mutex m", Owner: test.owner})
+		wantErrors(t, "Lock", err, ErrHeld, ErrAcquireTimeout, context.DeadlineExceeded)
+		m.lines.leave(p, "m")
+		wantNobody(t, &m.lines)
+	}
+}
+
+// TestWaitErrorText: the meaning comes first, and nothing is said twice.
+func TestWaitErrorText(t *testing.T) {
+	until := time.Date(2031, 5, 17, 10, 30, 0, 0, time.UTC)
+	mutex := &HeldError{What: "mutex m", Owner: "node", ExpiresAt: until}
+	id := &HeldError{What: "id 2", Owner: "node"}
+	late, cancel := context.WithTimeoutCause(t.Context(), -1, errors.New("too slow"))
+	defer cancel()
+	timed, cancel := context.WithTimeout(t.Context(), -1)
+	defer cancel()
+	cancelled, cancel := context.WithCancel(t.Context())
+	cancel()
+	failure := errors.New("no such table")
+	for _, test := range []struct {
+		ctx           context.Context
+		doing         string
+		held, failure error
+		want          string
+	}{
+		{timed, "lock m", mutex, nil, "coord: lock m: waited too long: held by another: node until 2031-05-17T10:30:00Z: context deadline exceeded"},
+		{timed, "lock m", nil, nil, "coord: lock m: context deadline exceeded"},
+		{late, "lock m", &HeldError{What: "mutex m"}, nil, "coord: lock m: waited too long: held by another: context deadline exceeded: too slow"},
+		{cancelled, "lock m", &HeldError{What: "advisory lock m", Owner: "node"}, nil, "coord: lock m: held by another: node: context canceled"},
+		{cancelled, "acquire locks of a", id, nil, "coord: acquire locks of a: id 2: held by another: node: context canceled"},
+		{t.Context(), "acquire locks of a", id, wrap("acquire locks of a", failure), "coord: acquire locks of a: id 2: held by another: node: no such table"},
+		{t.Context(), "acquire locks of a", nil, wrap("acquire locks of a", failure), "coord: acquire locks of a: no such table"},
+		{timed, "acquire locks of a", fmt.Errorf("%w: %w", &HeldError{What: "locks of a"}, failure), nil,
+			"coord: acquire locks of a: waited too long: held by another: no such table: context deadline exceeded"},
+	} {
+		if got := waited(test.ctx, test.doing, test.held, test.failure).Error(); got != test.want {
+			t.Errorf("waited = %q, want %q", got, test.want)
+		}
+	}
+}
+
+func wantNobody(t *testing.T, q *queue) {
+	t.Helper()
+	if n := len(q.of); n != 0 {
+		t.Errorf("%d lines are left, want none", n)
+	}
+}
