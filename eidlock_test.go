@@ -1741,3 +1741,93 @@ func TestEIDWaiterKeepsNobodyWaiting(t *testing.T) {
 		wantEmpty(t, l)
 	})
 }
+
+// TestEIDThousandRefused: a thousand sets that share an id of another process ask for it as
+// one, and each keeps its place: the earliest has the id when it is free.
+func TestEIDThousandRefused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, db := newEIDs(t, Config{})
+		l := newLocker(t, c, EIDConfig{AcquireMaxBackoff: 100 * time.Millisecond, AcquireDeadline: time.Hour})
+		db.take("held", 10*time.Second)
+		var mu sync.Mutex
+		var order []string
+		var wg sync.WaitGroup
+		for i := range 1000 {
+			wg.Go(func() {
+				anchor := fmt.Sprint("a", i)
+				mustLock(t, l, anchor, "held", fmt.Sprint("own", i%10), "z")
+				mu.Lock()
+				order = append(order, anchor)
+				mu.Unlock()
+				l.ReleaseLocks(t.Context(), anchor)
+			})
+			if i == 0 {
+				synctest.Wait()
+			}
+		}
+		time.Sleep(10*time.Second - time.Nanosecond)
+		if sent := len(db.of(db.sql.acquire)); sent > 200 {
+			t.Errorf("%d statements in 10 s, want at most 20 a second", sent)
+		}
+		wg.Wait()
+		if len(order) != 1000 || order[0] != "a0" {
+			t.Errorf("%d were locked, the first was %q, want 1000 and a0", len(order), order[0])
+		}
+		wantEmpty(t, l)
+	})
+}
+
+// TestEIDRefusedForNoneInParticular: the set keeps no id busy, and pauses all the same. One
+// that has a single id keeps that, so that those who want the same do not all ask.
+func TestEIDRefusedForNoneInParticular(t *testing.T) {
+	for _, ids := range [][]string{{"1", "2"}, {"1"}} {
+		synctest.Test(t, func(t *testing.T) {
+			c, db := newEIDs(t, Config{})
+			c.dialect = contendedDialect{c.dialect}
+			l := newLocker(t, c, EIDConfig{})
+			db.hook(failing(db.sql.acquire, errRace), nil)
+			start, first := time.Now(), make(chan error, 1)
+			go func() {
+				err := l.AcquireLocks(t.Context(), "a", ids...)
+				if took := time.Since(start); took < 50*time.Millisecond {
+					t.Errorf("%v: AcquireLocks took %v, want a pause", ids, took)
+				}
+				l.ReleaseLocks(t.Context(), "a")
+				first <- err
+			}()
+			synctest.Wait()
+			db.hook(nil, nil)
+			mustLock(t, l, "b", "1")
+			if took := time.Since(start); (took > 0) != (len(ids) == 1) {
+				t.Errorf("%v: the next caller waited %v", ids, took)
+			}
+			l.ReleaseLocks(t.Context(), "b")
+			if err := <-first; err != nil {
+				t.Errorf("%v: AcquireLocks = %v", ids, err)
+			}
+			wantEmpty(t, l)
+		})
+	}
+}
+
+// TestEIDNeverRefused: a wait that ends while the database has not answered yet is no
+// contention, though other sets of the process wait for some of the same ids.
+func TestEIDNeverRefused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, db := newEIDs(t, Config{})
+		l := newLocker(t, c, EIDConfig{AcquireDeadline: 10 * time.Second})
+		db.take("dead", time.Hour)
+		go l.AcquireLocks(t.Context(), "a", "dead", "1")
+		synctest.Wait()
+		db.hook(func(s statement) error {
+			if s.text == db.sql.acquire && idsOf(s.args[0])[0] == "1" && len(idsOf(s.args[0])) == 1 {
+				time.Sleep(time.Minute)
+			}
+			return nil
+		}, nil)
+		err := l.AcquireLocks(t.Context(), "b", "1")
+		wantErrors(t, "AcquireLocks", err, context.DeadlineExceeded)
+		time.Sleep(5 * time.Minute)
+		wantEmpty(t, l)
+	})
+}
