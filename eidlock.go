@@ -168,7 +168,7 @@ func (l *EIDLocker) inTurn(ctx context.Context, doing, anchor string, ids []stri
 	turn := l.anchors.join(true, anchor)
 	defer l.anchors.leave(turn, anchor)
 	busy := &HeldError{What: setName(anchor), Owner: l.cfg.Owner}
-	queued := !turn.isFirst()
+	queued := !turn.hasTurn()
 	if queued {
 		select {
 		case <-turn.turn:

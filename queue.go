@@ -51,14 +51,15 @@ type spot struct {
 func (q *queue) join(mayWait bool, names ...string) *place {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if !mayWait && slices.ContainsFunc(names, func(name string) bool { return q.of[name] != nil && q.of[name].busy != nil }) {
+	if !mayWait && slices.ContainsFunc(names, func(name string) bool { return q.holder(name) != nil }) {
 		return nil
 	}
 	if q.of == nil {
 		q.of = map[string]*line{}
 	}
 	q.joined++
-	p := &place{order: q.joined, spots: make([]spot, len(names)), waits: true, turn: make(chan struct{})}
+	p := &place{order: q.joined, spots: make([]spot, len(names))}
+	p.waits, p.turn = true, make(chan struct{})
 	for i, name := range names {
 		l := q.of[name]
 		if l == nil {
@@ -73,7 +74,8 @@ func (q *queue) join(mayWait bool, names ...string) *place {
 
 // enter lets p through if it waits and none of its names is busy with another.
 func (p *place) enter() {
-	if !p.waits || slices.ContainsFunc(p.spots, func(s spot) bool { return s.line.busy != nil && s.line.busy != p }) {
+	taken := func(s spot) bool { return s.line.busy != nil && s.line.busy != p }
+	if !p.waits || slices.ContainsFunc(p.spots, taken) {
 		return
 	}
 	for _, s := range p.spots {
@@ -180,14 +182,19 @@ func (s spot) place() *place { return s.at.Value.(*place) }
 func (q *queue) busy(name string) *place {
 	q.mu.Lock()
 	defer q.mu.Unlock()
+	return q.holder(name)
+}
+
+// holder is busy for a caller that has q.mu.
+func (q *queue) holder(name string) *place {
 	if l := q.of[name]; l != nil {
 		return l.busy
 	}
 	return nil
 }
 
-// isFirst reports whether p has its turn.
-func (p *place) isFirst() bool {
+// hasTurn reports whether p has its turn.
+func (p *place) hasTurn() bool {
 	select {
 	case <-p.turn:
 		return true
@@ -200,11 +207,12 @@ func (p *place) isFirst() bool {
 // If it is, try also returns the name that is held, if it is known. doing says what is
 // attempted, busy is the error of a caller that waits behind another of this process. If
 // ctx ends the wait, see [ErrAcquireTimeout].
-func contend[T any](ctx context.Context, doing string, q *queue, p *place, busy error, least, most time.Duration, try func() (T, string, error)) (T, error) {
+func contend[T any](ctx context.Context, doing string, q *queue, p *place, busy error,
+	least, most time.Duration, try func() (T, string, error)) (T, error) {
 	var none T
 	var held error // nil until it is known to be held
 	for attempts := 1; ; attempts++ {
-		if held == nil && !p.isFirst() {
+		if held == nil && !p.hasTurn() {
 			held = busy
 		}
 		select {

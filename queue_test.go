@@ -23,7 +23,7 @@ func TestQueue(t *testing.T) {
 	check := func(when string, want ...*place) {
 		t.Helper()
 		for i, p := range places {
-			if got, want := p.isFirst(), slices.Contains(want, p); got != want {
+			if got, want := p.hasTurn(), slices.Contains(want, p); got != want {
 				t.Errorf("%s: place %d has its turn: %v, want %v", when, i, got, want)
 			}
 		}
@@ -65,12 +65,12 @@ func TestQueueFreesAtOnce(t *testing.T) {
 		late := q.join(true, slices.Sorted(slices.Values([]string{ends[1], "z"}))...)
 		last := q.join(true, ends[1])
 		q.leave(ab, "a", "b")
-		if !early.isFirst() || late.isFirst() || !last.isFirst() {
-			t.Errorf("%v: turns %v, %v and %v, want true, false and true", ends, early.isFirst(), late.isFirst(), last.isFirst())
+		if !early.hasTurn() || late.hasTurn() || !last.hasTurn() {
+			t.Errorf("%v: turns %v, %v and %v, want true, false and true", ends, early.hasTurn(), late.hasTurn(), last.hasTurn())
 		}
 		q.leave(last, ends[1])
 		q.leave(early, slices.Sorted(slices.Values([]string{ends[0], "z"}))...)
-		if !late.isFirst() {
+		if !late.hasTurn() {
 			t.Errorf("%v: the one in between has no turn", ends)
 		}
 		q.leave(late, slices.Sorted(slices.Values([]string{ends[1], "z"}))...)
@@ -85,22 +85,22 @@ func TestQueueAfterARefusal(t *testing.T) {
 	p := q.join(true, "x", "y")
 	x, y := q.join(true, "x"), q.join(true, "y")
 	q.keepOnly(p, "x")
-	if x.isFirst() || !y.isFirst() {
-		t.Errorf("turns for x and y: %v and %v, want false and true", x.isFirst(), y.isFirst())
+	if x.hasTurn() || !y.hasTurn() {
+		t.Errorf("turns for x and y: %v and %v, want false and true", x.hasTurn(), y.hasTurn())
 	}
-	if q.again(p); p.isFirst() || !x.isFirst() {
-		t.Errorf("turns while y is busy: %v and of another for x %v, want false and true", p.isFirst(), x.isFirst())
+	if q.again(p); p.hasTurn() || !x.hasTurn() {
+		t.Errorf("turns while y is busy: %v and of another for x %v, want false and true", p.hasTurn(), x.hasTurn())
 	}
 	x2 := q.join(true, "x")
 	q.leave(y, "y")
-	if q.leave(x, "x"); !p.isFirst() || x2.isFirst() {
-		t.Errorf("turns when both are free: %v and of a later one %v, want true and false", p.isFirst(), x2.isFirst())
+	if q.leave(x, "x"); !p.hasTurn() || x2.hasTurn() {
+		t.Errorf("turns when both are free: %v and of a later one %v, want true and false", p.hasTurn(), x2.hasTurn())
 	}
 	q.keepOnly(p, "y")
-	if q.leave(x2, "x"); !x2.isFirst() {
+	if q.leave(x2, "x"); !x2.hasTurn() {
 		t.Error("x is not free while its former holder pauses for y")
 	}
-	if q.again(p); !p.isFirst() || q.busy("x") != p || q.busy("y") != p {
+	if q.again(p); !p.hasTurn() || q.busy("x") != p || q.busy("y") != p {
 		t.Error("the place does not get all of its names again")
 	}
 	q.keepOnly(p, "")
@@ -250,8 +250,8 @@ func TestQueueAtRandom(t *testing.T) {
 			}
 			for _, p := range all {
 				free := !slices.ContainsFunc(wants[p], func(name string) bool { return q.busy(name) != nil })
-				if p.waits == p.isFirst() || p.waits && free {
-					t.Fatalf("seed %d: a place for %v waits: %v, has its turn: %v, all free: %v", seed, wants[p], p.waits, p.isFirst(), free)
+				if p.waits == p.hasTurn() || p.waits && free {
+					t.Fatalf("seed %d: a place for %v waits: %v, has its turn: %v, all free: %v", seed, wants[p], p.waits, p.hasTurn(), free)
 				}
 				if p.waits && slices.ContainsFunc(wants[p], func(name string) bool { return q.busy(name) == p }) {
 					t.Fatalf("seed %d: a place that waits for %v keeps some of them", seed, wants[p])
