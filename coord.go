@@ -227,69 +227,6 @@ func (c *Coord) Members() *MemberStore { return &c.members }
 // Reservations returns the store of reservations.
 func (c *Coord) Reservations() *ReservationStore { return &c.reservations }
 
-// Purge deletes what nobody needs any more, and says how many rows: those that have
-// been expired for longer than age, by the clock that judges expiry, and those that
-// were released. It never touches a lease's epoch, and passes over tables that are
-// not there. Nobody else calls it: a table mutex leaves a row for each name that was
-// ever locked.
-//
-// It covers every type of reservations that has a table. A key that was released
-// within age stays, and a [ReservationStore.Confirm] that is older than a release
-// which is gone may resurrect its key.
-func (c *Coord) Purge(ctx context.Context, age time.Duration) (int64, error) {
-	if age < 0 {
-		return 0, wrap("purge", invalid("age %s is negative", age))
-	}
-	ctx, done, err := c.begin(ctx)
-	if err != nil {
-		return 0, wrap("purge", err)
-	}
-	defer done()
-	known := c.known()
-	deleted, err := c.purgeAll(ctx, known, age)
-	if err != nil {
-		return deleted, err
-	}
-	if err := c.reservations.discover(ctx); err != nil {
-		return deleted, wrap("purge reservations", err)
-	}
-	more, err := c.purgeAll(ctx, c.known()[len(known):], age) // What is known is only added to.
-	return deleted + more, err
-}
-
-func (c *Coord) purgeAll(ctx context.Context, tables []*table, age time.Duration) (deleted int64, err error) {
-	for _, t := range tables {
-		n, err := c.purge(ctx, t, age)
-		deleted += n
-		if err != nil {
-			return deleted, wrap("purge "+t.name, err)
-		}
-	}
-	return deleted, nil
-}
-
-func (c *Coord) purge(ctx context.Context, t *table, age time.Duration) (int64, error) {
-	if t.purge == "" {
-		return 0, nil
-	}
-	if missing, err := c.missing(ctx, t); err != nil || missing {
-		return 0, err
-	}
-	n, err := c.purgeBy(ctx, t.purge, age)
-	if err == nil && t.trim != "" {
-		_, err = c.purgeBy(ctx, t.trim, age)
-	}
-	return n, err
-}
-
-func (c *Coord) purgeBy(ctx context.Context, text string, age time.Duration) (int64, error) {
-	return retry(ctx, c, func() (int64, error) {
-		return onSession(ctx, c.session, func(ctx context.Context, conn *pinned) (int64, error) {
-			return conn.exec(ctx, text, micros(age), c.now())
-		})
-	})
-}
-
 // Close ends everything that was made from c and gives its connections back to
 // the pool; it does not close the *sql.DB. Sets of ids are released, in at most 5 s.
 // Leases, members and table mutexes are not: they stay until their TTL. Operations

@@ -547,7 +547,7 @@ func TestBackoff(t *testing.T) {
 
 // TestDriversAtOnce: making a driver races with nothing.
 func TestDriversAtOnce(t *testing.T) {
-	d := &fakeDriver{answer: func(statement) (driver.Rows, error) { return noRows{}, nil }}
+	d := &fakeDriver{answer: func(statement) (driver.Rows, error) { return changed{}, nil }}
 	c := newCoord(t, d, Config{})
 	var wg sync.WaitGroup
 	for range 8 {

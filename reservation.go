@@ -371,26 +371,30 @@ func inCallersTx[T any](ctx context.Context, s *ReservationStore, t *reservation
 }
 
 // ready makes sure that the table is there for a statement in the caller's
-// transaction.
+// transaction. It looks through that first, which may have made the table. What is
+// seen there is not remembered, since it may be rolled back. A look on the pool
+// remembers it: a transaction must not begin with a read for ever, or SQLite would not
+// let it write after another's commit.
 func (s *ReservationStore) ready(ctx context.Context, t *table) error {
 	ctx, done, err := s.c.begin(ctx)
 	if err != nil {
 		return err
 	}
 	defer done()
-	if t == nil || t.ready.Load() || s.c.beside() {
+	if t == nil || t.ready.Load() {
 		return s.c.ensure(ctx, t)
 	}
 	missing, err := s.c.format.missing(ctx, s.tx, t)
 	switch {
 	case err != nil:
 		return err
-	case missing != "":
+	case missing == "":
+		s.c.notice(t)
+		return nil
+	case !s.c.beside():
 		return fmt.Errorf("%w: %s, and none can be made beside the transaction", ErrFormat, missing)
 	}
-	// Remembered, or every transaction would begin with a read, and SQLite would not let it write after another's.
-	t.ready.Store(true)
-	return nil
+	return s.c.ensure(ctx, t)
 }
 
 // row reads the row, if there is one, of a statement that returns at most one.

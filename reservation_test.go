@@ -334,7 +334,9 @@ func TestPurgeDiscovers(t *testing.T) {
 		formats.AddRow(name, 1)
 	}
 	mock.ExpectExec(c.members.table.purge).WillReturnResult(sqlmock.NewResult(0, 1))
+	mock.ExpectExec(c.members.table.purge).WillReturnResult(sqlmock.NewResult(0, 0))
 	mock.ExpectExec(c.tables[2].purge).WillReturnResult(sqlmock.NewResult(0, 2))
+	mock.ExpectExec(c.tables[2].purge).WillReturnResult(sqlmock.NewResult(0, 0))
 	mock.ExpectQuery(c.format.where).WithArgs("", "coord_format").WillReturnRows(where("public"))
 	mock.ExpectQuery(c.format.formats).WillReturnRows(formats)
 	mock.ExpectQuery(c.format.where).WithArgs("", "coord_format").WillReturnRows(where("public"))
@@ -346,7 +348,9 @@ func TestPurgeDiscovers(t *testing.T) {
 	}
 	c.tables = c.tables[:3]
 	mock.ExpectExec(typ.purge).WillReturnResult(sqlmock.NewResult(0, 4))
+	mock.ExpectExec(typ.purge).WillReturnResult(sqlmock.NewResult(0, 0))
 	mock.ExpectExec(typ.trim).WillReturnResult(sqlmock.NewResult(0, 8))
+	mock.ExpectExec(typ.trim).WillReturnResult(sqlmock.NewResult(0, 0))
 	if n, err := c.Purge(t.Context(), time.Minute); n != 7 || err != nil {
 		t.Errorf("Purge = %d, %v, want 7", n, err)
 	}

@@ -166,13 +166,14 @@ FROM judged
 WHERE live = jsonb_array_length($1::jsonb) AND ends > now;
 
 -- name: purge
--- (age, now) as many rows changed as were released, or had expired longer than age ago
+-- (age, now) as many rows changed, 10000 at most, as were released, or had expired longer than age ago
 WITH expired AS (
     SELECT eid
     FROM coord_eidlock
     WHERE expires_at = 'epoch'
     OR expires_at <= coalesce(to_timestamp($2::bigint / 1e6), clock_timestamp()) - $1::bigint * interval '1 microsecond'
     ORDER BY eid
+    LIMIT 10000
     FOR UPDATE SKIP LOCKED -- A row that is in use is not stale.
 )
 DELETE FROM coord_eidlock AS lock

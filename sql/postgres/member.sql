@@ -38,12 +38,13 @@ AND expires_at > coalesce(to_timestamp($2::bigint / 1e6), clock_timestamp())
 ORDER BY node;
 
 -- name: purge
--- (age, now) as many rows changed as had expired longer than age ago
+-- (age, now) as many rows changed, 10000 at most, as had expired longer than age ago
 WITH expired AS (
     SELECT service, node
     FROM coord_member
     WHERE expires_at <= coalesce(to_timestamp($2::bigint / 1e6), clock_timestamp()) - $1::bigint * interval '1 microsecond'
     ORDER BY service, node
+    LIMIT 10000
     FOR UPDATE SKIP LOCKED -- A row that is in use is not stale.
 )
 DELETE FROM coord_member AS member

@@ -186,7 +186,7 @@ WHERE tenant = $1::text AND namespace = $2::text AND key = $3::text
 AND (confirmed OR expires_at > judged.now);
 
 -- name: purge
--- (age, now) as many rows changed as had been free, or had expired, and not been released since longer than age ago
+-- (age, now) as many rows changed, 10000 at most, as had been free, or had expired, and not been released since longer than age ago
 WITH expired AS (
     SELECT tenant, namespace, key
     FROM coord_reservation__context__aggregate
@@ -197,6 +197,7 @@ WITH expired AS (
         WHERE to_timestamp((former ->> 3)::bigint / 1e6) > coalesce(to_timestamp($2::bigint / 1e6), clock_timestamp()) - $1::bigint * interval '1 microsecond'
     )
     ORDER BY tenant, namespace, key
+    LIMIT 10000
     FOR UPDATE SKIP LOCKED -- A row that is in use is not stale.
 )
 DELETE FROM coord_reservation__context__aggregate AS reservation
@@ -204,7 +205,7 @@ USING expired
 WHERE reservation.tenant = expired.tenant AND reservation.namespace = expired.namespace AND reservation.key = expired.key;
 
 -- name: trim
--- (age, now) forgets releases from longer than age ago of keys that stay: a row must not grow for ever
+-- (age, now) forgets releases from longer than age ago of up to 10000 keys that stay: a row must not grow for ever
 WITH grown AS (
     SELECT tenant, namespace, key
     FROM coord_reservation__context__aggregate
@@ -213,6 +214,7 @@ WITH grown AS (
         WHERE to_timestamp((former ->> 3)::bigint / 1e6) <= coalesce(to_timestamp($2::bigint / 1e6), clock_timestamp()) - $1::bigint * interval '1 microsecond'
     )
     ORDER BY tenant, namespace, key
+    LIMIT 10000
     FOR NO KEY UPDATE SKIP LOCKED
 )
 UPDATE coord_reservation__context__aggregate AS reservation

@@ -37,6 +37,12 @@ AND expires_at > coalesce(?2, CAST(round(unixepoch('subsec') * 1000) AS INTEGER)
 ORDER BY node;
 
 -- name: purge
--- (age, now) as many rows changed as had expired longer than age ago
+-- (age, now) as many rows changed, 10000 at most, as had expired longer than age ago
 DELETE FROM coord_member
-WHERE expires_at <= coalesce(?2, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000) - ?1;
+WHERE rowid IN (
+    SELECT rowid
+    FROM coord_member
+    WHERE expires_at <= coalesce(?2, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000) - ?1
+    ORDER BY service, node
+    LIMIT 10000
+);

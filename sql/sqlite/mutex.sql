@@ -66,7 +66,13 @@ AND expires_at > coalesce(?3, CAST(round(unixepoch('subsec') * 1000) AS INTEGER)
 RETURNING 1;
 
 -- name: purge
--- (age, now) as many rows changed as were released, or had expired longer than age ago
+-- (age, now) as many rows changed, 10000 at most, as were released, or had expired longer than age ago
 DELETE FROM coord_mutex
-WHERE expires_at = 0
-OR expires_at <= coalesce(?2, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000) - ?1;
+WHERE rowid IN (
+    SELECT rowid
+    FROM coord_mutex
+    WHERE expires_at = 0
+    OR expires_at <= coalesce(?2, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000) - ?1
+    ORDER BY name
+    LIMIT 10000
+);

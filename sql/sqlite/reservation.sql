@@ -154,23 +154,35 @@ WHERE tenant = ?1 AND namespace = ?2 AND key = ?3
 AND (confirmed OR expires_at > coalesce(?4, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000));
 
 -- name: purge
--- (age, now) as many rows changed as had been free, or had expired, and not been released since longer than age ago
+-- (age, now) as many rows changed, 10000 at most, as had been free, or had expired, and not been released since longer than age ago
 DELETE FROM coord_reservation__context__aggregate
-WHERE NOT confirmed
-AND expires_at <= coalesce(?2, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000) - ?1
-AND NOT EXISTS (
-    SELECT 1 FROM json_each(released)
-    WHERE value ->> 3 > coalesce(?2, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000) - ?1
+WHERE rowid IN (
+    SELECT rowid
+    FROM coord_reservation__context__aggregate
+    WHERE NOT confirmed
+    AND expires_at <= coalesce(?2, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000) - ?1
+    AND NOT EXISTS (
+        SELECT 1 FROM json_each(released)
+        WHERE value ->> 3 > coalesce(?2, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000) - ?1
+    )
+    ORDER BY tenant, namespace, key
+    LIMIT 10000
 );
 
 -- name: trim
--- (age, now) forgets releases from longer than age ago of keys that stay: a row must not grow for ever
+-- (age, now) forgets releases from longer than age ago of up to 10000 keys that stay: a row must not grow for ever
 UPDATE coord_reservation__context__aggregate
 SET released = (
     SELECT json_group_array(json(value)) FROM json_each(released)
     WHERE value ->> 3 > coalesce(?2, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000) - ?1
 )
-WHERE EXISTS (
-    SELECT 1 FROM json_each(released)
-    WHERE value ->> 3 <= coalesce(?2, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000) - ?1
+WHERE rowid IN (
+    SELECT rowid
+    FROM coord_reservation__context__aggregate
+    WHERE EXISTS (
+        SELECT 1 FROM json_each(released)
+        WHERE value ->> 3 <= coalesce(?2, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000) - ?1
+    )
+    ORDER BY tenant, namespace, key
+    LIMIT 10000
 );
