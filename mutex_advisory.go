@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -19,6 +20,10 @@ import (
 // fencing token: a process that crashes frees them at once, and a connection that
 // dies unnoticed by the server (a network that drops packets) keeps them for as
 // long as the server's tcp_keepalives settings say.
+//
+// An error of the server about one name loses no other name: the session ends only
+// when its connection fails, or when it can't be determined what it holds. A release
+// that could not be sent is sent later, and until then the name is held.
 //
 // It needs a session of its own, so it refuses poolers in transaction mode, and
 // CockroachDB, whose advisory functions do nothing. To tell a pooler it uses a
@@ -29,11 +34,24 @@ type AdvisoryDriver struct {
 	session   *session
 	listeners listeners
 
-	mu     sync.Mutex
-	closed bool
-	dead   int64            // the last session that has ended; sessions count up
-	held   map[string]int64 // by name: the session that holds it; 0 while it is asked for
-	probed time.Time        // when the last probe that was answered was sent
+	mu       sync.Mutex // guards what follows, and every sessionLock
+	closed   bool
+	dead     int64                   // the last session that has ended; sessions count up
+	claims   int64                   // the id of the last hold
+	held     map[string]*sessionLock // by name
+	owed     []*sessionLock          // those that are given up and not yet released on the server
+	flushing bool                    // a goroutine sends what is owed
+	probed   time.Time               // when the last probe that was answered was sent
+}
+
+// sessionLock is one claim to a name, from before the server is asked until the server has
+// released it or its session has ended.
+type sessionLock struct {
+	name    string
+	id      int64 // DriverLock.session: a later hold of the same name has another one
+	session int64 // the session that holds it; 0 while it is requested
+	owed    bool  // given up
+	freed   bool  // released on the server; false again once a Release has reported it
 }
 
 // advisorySQL are the statements of advisory locks.
@@ -43,6 +61,7 @@ type advisorySQL struct {
 	mark      string // (mark) row of (mark)
 	lock      string // (key, mark) row of (granted, or null in another session)
 	unlock    string // (key, mark) row of (whether it was held, or null in another session)
+	unlockAll string // (keys json, mark) row of (whether all were held, or null in another session)
 	lockTx    string // (key) row of (whether advisory locks do something), once granted
 	tryLockTx string // (key) row of (whether advisory locks do something, granted)
 }
@@ -50,6 +69,7 @@ type advisorySQL struct {
 func (s *advisorySQL) load(c *Coord) error {
 	_, ok, err := load(c.dialect, c.names, "advisory.sql",
 		section{"identify", &s.identify}, section{"mark", &s.mark}, section{"lock", &s.lock}, section{"unlock", &s.unlock},
+		section{"unlock_all", &s.unlockAll},
 		section{"lock_tx", &s.lockTx}, section{"try_lock_tx", &s.tryLockTx})
 	s.supported = ok
 	return err
@@ -68,7 +88,7 @@ func AdvisoryKey(name string) int64 {
 // [errors.ErrUnsupported] on engines that have none, and [ErrInvalid] on a pool
 // that is limited to one connection, which it would keep for itself.
 func (c *Coord) AdvisoryDriver(cfg DriverConfig) (*AdvisoryDriver, error) {
-	d := &AdvisoryDriver{c: c, prefix: cfg.Prefix, session: newSession(c), held: map[string]int64{}}
+	d := &AdvisoryDriver{c: c, prefix: cfg.Prefix, session: newSession(c), held: map[string]*sessionLock{}}
 	d.session.ended = d.sessionEnded
 	err := checkOptional("Prefix", cfg.Prefix)
 	switch {
@@ -88,7 +108,8 @@ func (c *Coord) AdvisoryDriver(cfg DriverConfig) (*AdvisoryDriver, error) {
 
 // Acquire takes the lock if it is free, and returns an [ErrHeld] if not. ttl is
 // not used. It returns [errors.ErrUnsupported] where a session is not the driver's
-// own. If the connection fails, its locks end with it.
+// own. If the connection fails, its locks end with it, and the lock is requested once
+// more on a new one if the failed one was not.
 func (d *AdvisoryDriver) Acquire(ctx context.Context, name string, ttl time.Duration) (DriverLock, error) {
 	if err := d.check(name); err != nil {
 		return DriverLock{}, wrap("lock", err)
@@ -98,34 +119,95 @@ func (d *AdvisoryDriver) Acquire(ctx context.Context, name string, ttl time.Dura
 		return DriverLock{}, wrap("lock "+name, err)
 	}
 	defer done()
-	// Session locks are re-entrant, so the server would say yes to ourselves.
-	if ok, err := d.claim(name); err != nil || !ok {
+	// Session locks are re-entrant, so the server would grant it to us again.
+	h, err := d.claim(name)
+	if err != nil || h == nil {
 		return DriverLock{}, first(wrap("lock "+name, err), &HeldError{What: mutexName(name)})
 	}
-	session, err := onSession(ctx, d.session, func(ctx context.Context, conn *pinned) (int64, error) {
-		granted, err := d.ask(ctx, conn, d.c.advisory.lock, name)
-		if err != nil || !granted {
-			return 0, err
-		}
-		return d.grant(name, conn.serial), nil
-	})
-	if session == 0 {
-		d.unclaim(name)
-	}
-	lock := DriverLock{Name: name, session: session}
-	switch {
-	case err != nil:
-		return DriverLock{}, wrap("lock "+name, err)
-	case session == 0:
+	session, err := d.request(ctx, name)
+	if err == nil && session == 0 {
+		d.unclaim(h)
 		return DriverLock{}, &HeldError{What: mutexName(name)}
-	case !d.holds(lock):
-		return DriverLock{}, wrap("lock "+name, errors.New("the session ended as it was granted"))
 	}
-	return lock, nil
+	if err == nil && !d.grant(h, session) {
+		err = errors.New("the session ended as it was granted")
+	}
+	if err != nil {
+		d.unclaim(h)
+		return DriverLock{}, wrap("lock "+name, err)
+	}
+	return DriverLock{Name: name, session: h.id}, nil
 }
 
-// Extend tells whether the session that holds the lock is alive, by asking the
-// server. ttl is not used.
+// request asks the server for a lock, and returns the session that was granted it, or
+// 0. A session that was idle may have been ended by the server long ago, which only the
+// next statement on it finds out: the request is then made again on a new session.
+func (d *AdvisoryDriver) request(ctx context.Context, name string) (int64, error) {
+	got, reused, err := d.requestOnce(ctx, name)
+	if reused && ctx.Err() == nil && !errors.As(err, new(doubt)) && d.c.classify(err) == FailureConnection {
+		got, _, err = d.requestOnce(ctx, name)
+	}
+	return got.session, first(err, got.failure)
+}
+
+// answer is the server's answer to a request for a lock.
+type answer struct {
+	session int64 // that holds the lock; 0: none
+	failure error // of the request alone: the session is as it was before
+	notSent bool
+}
+
+// requestOnce asks one session. It reports also whether that failed and had been used
+// before.
+func (d *AdvisoryDriver) requestOnce(ctx context.Context, name string) (got answer, reused bool, err error) {
+	var used atomic.Bool // The function may outlive onSession.
+	got.notSent = true
+	for flush := true; err == nil && got.notSent; flush = false {
+		got, err = onSession(ctx, d.session, func(ctx context.Context, conn *pinned) (answer, error) {
+			used.Store(conn.mark != "")
+			sent := time.Now()
+			if err := d.ready(ctx, conn, flush); err != nil {
+				return answer{}, err
+			}
+			if flush && used.Load() && time.Since(sent) > d.c.cfg.Timeout/4 {
+				return answer{notSent: true}, nil // On a slow server the request takes a turn of its own, which Timeout bounds.
+			}
+			return d.lock(ctx, conn, name)
+		})
+	}
+	return got, err != nil && used.Load(), err
+}
+
+// ready makes the session fit for a request.
+func (d *AdvisoryDriver) ready(ctx context.Context, conn *pinned, flush bool) error {
+	if conn.mark == "" {
+		if err := d.meet(ctx, conn); err != nil {
+			return doubt{err}
+		}
+	}
+	if flush {
+		return d.flush(ctx, conn)
+	}
+	return nil
+}
+
+// lock requests a lock on the session.
+func (d *AdvisoryDriver) lock(ctx context.Context, conn *pinned, name string) (answer, error) {
+	granted, err := d.ask(ctx, conn, d.c.advisory.lock, d.key(name))
+	switch {
+	case d.refused(err):
+		if _, unsettled := d.ask(ctx, conn, d.c.advisory.unlock, d.key(name)); unsettled != nil {
+			return answer{}, doubt{errors.Join(err, unsettled)}
+		}
+		return answer{failure: err}, nil
+	case err != nil || !granted:
+		return answer{}, err
+	}
+	return answer{session: conn.serial}, nil
+}
+
+// Extend reports whether the session that holds the lock is alive, by asking the
+// server. ttl is not used. A lock that was given up is not held.
 func (d *AdvisoryDriver) Extend(ctx context.Context, lock DriverLock, ttl time.Duration) (bool, error) {
 	called := time.Now()
 	ctx, done, err := d.c.begin(ctx)
@@ -133,26 +215,45 @@ func (d *AdvisoryDriver) Extend(ctx context.Context, lock DriverLock, ttl time.D
 		return false, wrap("probe lock "+lock.Name, err)
 	}
 	defer done()
-	if !d.holds(lock) {
+	session := d.holder(lock)
+	if session == 0 {
 		return false, nil
 	}
 	_, err = onSession(ctx, d.session, func(ctx context.Context, conn *pinned) (struct{}, error) {
-		if conn.serial != lock.session || d.probedSince(called) { // by another lock, while this one waited for its turn
+		if conn.serial != session {
 			return struct{}{}, nil
 		}
-		sent := time.Now()
-		err := d.expect(ctx, conn, conn.mark)
-		if err == nil {
-			d.probe(sent)
-		}
-		return struct{}{}, err
+		return struct{}{}, first(d.flush(ctx, conn), d.probe(ctx, conn, called))
 	})
-	return err == nil && d.holds(lock), wrap("probe lock "+lock.Name, err)
+	return err == nil && d.holder(lock) != 0, wrap("probe lock "+lock.Name, err)
 }
 
-// Release gives the lock up and tells whether it was held. A lock of a session that
+// probe asks the server once whether the session is still ours, and once more if that
+// statement failed and the connection did not. It sends nothing if the session was
+// probed since called, for another lock.
+func (d *AdvisoryDriver) probe(ctx context.Context, conn *pinned, called time.Time) error {
+	if d.probedSince(called) {
+		return nil
+	}
+	sent := time.Now()
+	err := d.expect(ctx, conn, conn.mark)
+	if d.refused(err) {
+		sent = time.Now()
+		if unsettled := d.expect(ctx, conn, conn.mark); unsettled != nil {
+			return doubt{errors.Join(err, unsettled)}
+		}
+		err = nil
+	}
+	if err == nil {
+		d.probedAt(sent)
+	}
+	return err
+}
+
+// Release gives the lock up and reports whether it was held. A lock of a session that
 // has ended is not: its name may be another's by now. Release runs even if ctx has
-// ended.
+// ended. If it returns an error, the lock is released in the background, or its session
+// is ended; until then the name is held, and Release may be called again.
 func (d *AdvisoryDriver) Release(ctx context.Context, lock DriverLock) (bool, error) {
 	ctx, cancel := d.c.detach(ctx)
 	defer cancel()
@@ -161,20 +262,100 @@ func (d *AdvisoryDriver) Release(ctx context.Context, lock DriverLock) (bool, er
 		return false, wrap("release lock "+lock.Name, err)
 	}
 	defer done()
-	released, err := onSession(ctx, d.session, func(ctx context.Context, conn *pinned) (bool, error) {
-		if conn.serial != lock.session || !d.holds(lock) {
-			return false, nil
+	h := d.giveUp(lock)
+	if h == nil {
+		return false, nil
+	}
+	_, err = onSession(ctx, d.session, d.pay)
+	if d.credit(h) { // Perhaps another operation has released it, while this one was in the queue.
+		return true, nil
+	}
+	if err != nil {
+		d.flushLater()
+	}
+	return false, wrap("release lock "+lock.Name, err)
+}
+
+// pay is flush as an operation of its own.
+func (d *AdvisoryDriver) pay(ctx context.Context, conn *pinned) (struct{}, error) {
+	return struct{}{}, d.flush(ctx, conn)
+}
+
+// flush releases on the server what was given up. Every operation on the session does
+// this first, so that releases never wait for each other: what has queued for the
+// session goes in one statement.
+func (d *AdvisoryDriver) flush(ctx context.Context, conn *pinned) error {
+	owed := d.owedBy(conn.serial)
+	if len(owed) == 0 {
+		return nil
+	}
+	text, arg := d.c.advisory.unlock, d.key(owed[0].name)
+	if len(owed) > 1 {
+		keys := make([]int64, len(owed))
+		for i, h := range owed {
+			keys[i] = AdvisoryKey(d.prefix + h.name)
 		}
-		was, err := d.ask(ctx, conn, d.c.advisory.unlock, lock.Name)
-		if err == nil && !was {
-			err = doubt{errors.New("the session did not hold it, and is discarded")}
+		text, arg = d.c.advisory.unlockAll, jsonList(keys)
+	}
+	sent := time.Now()
+	were, err := d.ask(ctx, conn, text, arg)
+	switch {
+	case d.refused(err):
+		// It may have released all, some or none of them: any answer to the same again
+		// leaves none.
+		if _, unsettled := d.ask(ctx, conn, text, arg); unsettled != nil {
+			return doubt{errors.Join(err, unsettled)}
 		}
-		if err == nil {
-			d.forget(lock)
+	case err != nil:
+		return err
+	case !were:
+		return doubt{errors.New("the session did not hold it, and is discarded")}
+	}
+	d.free(owed)
+	d.probedAt(sent) // It was answered by the session that is ours.
+	return nil
+}
+
+// flushLater sends in the background what is owed. It ends when nothing is owed any
+// more: each operation that it waits for does the same first, takes no longer than
+// [Config.Timeout], and ends the session, and all that is owed with it, if it fails at
+// that. When the driver is closed, its session ends. It must be called during an
+// operation.
+func (d *AdvisoryDriver) flushLater() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.flushing || !d.indebted() {
+		return
+	}
+	d.flushing = true
+	d.c.busy.Go(func() {
+		for attempt := 1; ; attempt++ {
+			_, err := onSession(d.c.life, d.session, d.pay)
+			if err != nil && !errors.Is(err, ErrClosed) {
+				d.c.cfg.Logger.Warn("coord: could not release advisory locks: they end with their session", "error", err)
+			}
+			if d.flushed() {
+				return
+			}
+			select {
+			case <-d.c.life.Done():
+			case <-time.After(backoff(attempt, 10*time.Millisecond, time.Second)):
+			}
 		}
-		return err == nil, err
 	})
-	return released, wrap("release lock "+lock.Name, err)
+}
+
+// flushed reports whether flushLater is done.
+func (d *AdvisoryDriver) flushed() bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.flushing = d.indebted()
+	return !d.flushing
+}
+
+// indebted reports whether something is left to flush. d.mu must be held.
+func (d *AdvisoryDriver) indebted() bool {
+	return len(d.owed) > 0 && !d.closed && d.c.life.Err() == nil
 }
 
 // Expiring is false.
@@ -207,26 +388,32 @@ func (d *AdvisoryDriver) end() {
 	}
 }
 
-// ask runs a statement on a lock's key and returns its answer, having made sure
-// that the session is the driver's own. After any error the session may hold the
-// lock or not, so that it must end.
-func (d *AdvisoryDriver) ask(ctx context.Context, conn *pinned, text, name string) (yes bool, err error) {
-	if conn.mark == "" {
-		if err := d.meet(ctx, conn); err != nil {
-			return false, doubt{err}
-		}
-	}
+// ask runs a statement on the keys of locks and returns its answer, having made sure
+// that the session is the driver's own. After an error that refused accepts it is
+// unknown what the statement did; after any other error the session must end.
+func (d *AdvisoryDriver) ask(ctx context.Context, conn *pinned, text string, keys any) (yes bool, err error) {
 	var answer sql.NullBool
-	rows, err := conn.query(ctx, text, AdvisoryKey(d.prefix+name), conn.mark)
-	err = scanRows(rows, err, func() error { return rows.Scan(&answer) })
+	rows, err := conn.query(ctx, text, keys, conn.mark)
+	err = betrayed(scanRows(rows, err, func() error { return rows.Scan(&answer) }))
 	switch {
+	case errors.Is(err, errPooler):
+		return false, doubt{err}
 	case err != nil:
-		return false, doubt{betrayed(err)}
+		return false, err
 	case !answer.Valid:
 		return false, doubt{errPooler}
 	}
 	return answer.Bool, nil
 }
+
+// refused reports whether err is the server's, about a statement, on a connection that
+// can be used further.
+func (d *AdvisoryDriver) refused(err error) bool {
+	return err != nil && d.c.classify(err) != FailureConnection
+}
+
+// key is the key of a lock as it is sent.
+func (d *AdvisoryDriver) key(name string) any { return AdvisoryKey(d.prefix + name) }
 
 // meet marks a fresh session and makes sure that it stays ours: a pooler in
 // transaction mode gives a transaction on a second connection the session that we
@@ -293,48 +480,110 @@ func (d *AdvisoryDriver) check(name string) error {
 	return first(checkText("name", name), checkOptional("prefix and name", d.prefix+name))
 }
 
-// claim keeps a name for one caller before the server is asked.
-func (d *AdvisoryDriver) claim(name string) (bool, error) {
+// claim keeps a name for one caller before the server is asked. It returns nil if
+// another has it.
+func (d *AdvisoryDriver) claim(name string) (*sessionLock, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.closed {
-		return false, ErrClosed
+		return nil, ErrClosed
 	}
-	if _, taken := d.held[name]; taken {
-		return false, nil
+	if d.held[name] != nil {
+		return nil, nil
 	}
-	d.held[name] = 0
-	return true, nil
+	d.claims++
+	h := &sessionLock{name: name, id: d.claims}
+	d.held[name] = h
+	return h, nil
 }
 
-func (d *AdvisoryDriver) unclaim(name string) { d.forget(DriverLock{Name: name}) }
-
-// grant notes that a session holds a name, unless that session has been given up
-// meanwhile, and returns the session.
-func (d *AdvisoryDriver) grant(name string, session int64) int64 {
+func (d *AdvisoryDriver) unclaim(h *sessionLock) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if session > d.dead {
-		d.held[name] = session
-	}
-	return session
+	d.forget(h)
 }
 
-func (d *AdvisoryDriver) holds(lock DriverLock) bool {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	return lock.session > 0 && d.held[lock.Name] == lock.session
-}
-
-func (d *AdvisoryDriver) forget(lock DriverLock) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	if session, ok := d.held[lock.Name]; ok && session == lock.session {
-		delete(d.held, lock.Name)
+// forget makes the name free, if it is still this hold's. d.mu must be held.
+func (d *AdvisoryDriver) forget(h *sessionLock) {
+	if d.held[h.name] == h {
+		delete(d.held, h.name)
 	}
 }
 
-func (d *AdvisoryDriver) probe(sent time.Time) {
+// grant notes that a session holds a name, unless that session has ended meanwhile.
+func (d *AdvisoryDriver) grant(h *sessionLock, session int64) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if session <= d.dead {
+		return false
+	}
+	h.session = session
+	return true
+}
+
+// find returns the hold of a lock that was granted, or nil. d.mu must be held.
+func (d *AdvisoryDriver) find(lock DriverLock) *sessionLock {
+	if h := d.held[lock.Name]; h != nil && h.id == lock.session && h.session > 0 {
+		return h
+	}
+	return nil
+}
+
+// holder returns the session that holds the lock, or 0.
+func (d *AdvisoryDriver) holder(lock DriverLock) int64 {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if h := d.find(lock); h != nil && !h.owed {
+		return h.session
+	}
+	return 0
+}
+
+// giveUp returns the hold of a lock and makes it owed, or returns nil.
+func (d *AdvisoryDriver) giveUp(lock DriverLock) *sessionLock {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	h := d.find(lock)
+	if h != nil && !h.owed {
+		h.owed = true
+		d.owed = append(d.owed, h)
+	}
+	return h
+}
+
+// owedBy returns what a session has to release.
+func (d *AdvisoryDriver) owedBy(session int64) (owed []*sessionLock) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, h := range d.owed {
+		if h.session == session {
+			owed = append(owed, h)
+		}
+	}
+	return owed
+}
+
+// free notes that the server has released what was owed.
+func (d *AdvisoryDriver) free(released []*sessionLock) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, h := range released {
+		h.freed = d.held[h.name] == h // Not if the session has ended meanwhile, and was reported as lost.
+		d.forget(h)
+	}
+	d.owed = slices.DeleteFunc(d.owed, func(h *sessionLock) bool { return h.freed })
+}
+
+// credit reports, once, that a hold was released.
+func (d *AdvisoryDriver) credit(h *sessionLock) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	freed := h.freed
+	h.freed = false
+	return freed
+}
+
+func (d *AdvisoryDriver) probedAt(sent time.Time) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.probed = sent
@@ -346,17 +595,19 @@ func (d *AdvisoryDriver) probedSince(t time.Time) bool {
 	return d.probed.After(t)
 }
 
-// sessionEnded forgets what a session held, and tells the listeners.
+// sessionEnded forgets what a session held, and tells the listeners. No other session
+// can be granted these names before it returns: the session's turn is still taken.
 func (d *AdvisoryDriver) sessionEnded(session int64) {
 	d.mu.Lock()
 	d.dead = session
 	var names []string
-	for name, holder := range d.held {
-		if holder == session {
+	for name, h := range d.held {
+		if h.session == session {
 			names = append(names, name)
 			delete(d.held, name)
 		}
 	}
+	d.owed = slices.DeleteFunc(d.owed, func(h *sessionLock) bool { return h.session == session })
 	d.mu.Unlock()
 	d.listeners.tell(names)
 }

@@ -18,6 +18,11 @@ SELECT CASE WHEN current_setting('coord.session', true) = $2::text THEN pg_try_a
 -- (key, mark) row of (whether it was held, null in another session)
 SELECT CASE WHEN current_setting('coord.session', true) = $2::text THEN pg_advisory_unlock($1::bigint) END;
 
+-- name: unlock_all
+-- (keys json, mark) row of (whether all were held, null in another session)
+SELECT bool_and(CASE WHEN current_setting('coord.session', true) = $2::text THEN pg_advisory_unlock(held.key::bigint) END)
+FROM json_array_elements_text($1::json) AS held(key);
+
 -- name: lock_tx
 -- (key) row of (whether advisory locks do something), once granted, until the transaction ends
 SELECT version() NOT LIKE 'CockroachDB%', pg_advisory_xact_lock($1::bigint)::text;

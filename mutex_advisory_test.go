@@ -1,0 +1,460 @@
+package coord
+
+import (
+	"context"
+	"database/sql"
+	"database/sql/driver"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/lib/pq"
+)
+
+// advisoryServer is a server that knows the statements of an AdvisoryDriver.
+type advisoryServer struct {
+	fakeDriver
+	fault   func(statement) fault // may be nil
+	latency time.Duration
+
+	mu    sync.Mutex // guards what follows
+	marks map[int]string
+	locks map[int64]int // the connection that holds a key
+	dead  map[int]bool
+}
+
+// fault is what goes wrong with a statement.
+type fault struct {
+	err  error
+	done bool          // it has its effect all the same
+	wait time.Duration // for its reply
+}
+
+type advisoryConn struct {
+	*fakeConn
+	server *advisoryServer
+}
+
+func (c advisoryConn) Begin() (driver.Tx, error) { return c, nil }
+func (c advisoryConn) Commit() error             { return nil }
+func (c advisoryConn) Rollback() error           { return nil }
+func (c advisoryConn) Close() error {
+	c.server.end(c.id)
+	return c.fakeConn.Close()
+}
+
+func (s *advisoryServer) Connect(ctx context.Context) (driver.Conn, error) {
+	conn, err := s.fakeDriver.Connect(ctx)
+	return advisoryConn{conn.(*fakeConn), s}, err
+}
+
+// end ends a session, as a server does.
+func (s *advisoryServer) end(conn int) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.dead[conn] = true
+	for key, holder := range s.locks {
+		if holder == conn {
+			delete(s.locks, key)
+		}
+	}
+}
+
+// holder is the connection that holds a name, or 0.
+func (s *advisoryServer) holder(name string) int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.locks[AdvisoryKey(name)]
+}
+
+// newAdvisory returns an AdvisoryDriver on a server, and what its listener was told.
+func newAdvisory(t *testing.T, s *advisoryServer, cfg Config) (*AdvisoryDriver, *[]string) {
+	t.Helper()
+	s.marks, s.locks, s.dead = map[int]string{}, map[int64]int{}, map[int]bool{}
+	db := sql.OpenDB(s)
+	cfg.NoPrepare = true
+	c, err := New(db, Postgres, cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.answer = func(st statement) (driver.Rows, error) { return s.run(&c.advisory, st) }
+	t.Cleanup(func() { c.Close(); db.Close() })
+	d, err := c.AdvisoryDriver(DriverConfig{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	told := new([]string)
+	d.OnLost(func(names []string) { *told = append(*told, names...) })
+	return d, told
+}
+
+func (s *advisoryServer) run(texts *advisorySQL, st statement) (driver.Rows, error) {
+	var f fault
+	if s.fault != nil {
+		f = s.fault(st)
+	}
+	time.Sleep(s.latency + f.wait)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.dead[st.conn] {
+		return nil, driver.ErrBadConn
+	}
+	if f.err != nil && !f.done {
+		return nil, f.err
+	}
+	row := oneRow(s.effect(texts, st))
+	if f.err != nil {
+		return nil, f.err
+	}
+	return advisoryRow{&row, len(row)}, nil
+}
+
+// effect runs a statement. s.mu must be held.
+func (s *advisoryServer) effect(texts *advisorySQL, st statement) []driver.Value {
+	switch st.text {
+	case texts.identify:
+		return []driver.Value{s.marks[st.conn], true}
+	case texts.mark:
+		s.marks[st.conn] = st.args[0].Value.(string)
+		return []driver.Value{st.args[0].Value}
+	}
+	if st.args[1].Value != s.marks[st.conn] {
+		return []driver.Value{nil}
+	}
+	if st.text == texts.lock {
+		key := st.args[0].Value.(int64)
+		if s.locks[key] == 0 {
+			s.locks[key] = st.conn
+		}
+		return []driver.Value{s.locks[key] == st.conn}
+	}
+	keys, all := []int64{}, true
+	if one, ok := st.args[0].Value.(int64); ok {
+		keys = append(keys, one)
+	} else if err := json.Unmarshal([]byte(st.args[0].Value.(string)), &keys); err != nil {
+		panic(err)
+	}
+	for _, key := range keys {
+		all = all && s.locks[key] == st.conn
+		if s.locks[key] == st.conn {
+			delete(s.locks, key)
+		}
+	}
+	return []driver.Value{all}
+}
+
+// advisoryRow is a oneRow of so many columns.
+type advisoryRow struct {
+	*oneRow
+	columns int
+}
+
+func (r advisoryRow) Columns() []string { return make([]string, r.columns) }
+
+func mustAcquire(t *testing.T, d *AdvisoryDriver, name string) DriverLock {
+	t.Helper()
+	lock, err := d.Acquire(t.Context(), name, time.Hour)
+	if err != nil {
+		t.Fatalf("Acquire(%s) = %v", name, err)
+	}
+	return lock
+}
+
+// TestAdvisoryReleasesQueue: more releases than the session has time for, one after the
+// other, leave nothing locked.
+func TestAdvisoryReleasesQueue(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &advisoryServer{latency: 10 * time.Millisecond}
+		d, told := newAdvisory(t, s, Config{Timeout: 100 * time.Millisecond})
+		var locks []DriverLock
+		for i := range 40 {
+			locks = append(locks, mustAcquire(t, d, fmt.Sprint(i)))
+		}
+		var all sync.WaitGroup
+		for _, lock := range locks {
+			all.Go(func() { d.Release(t.Context(), lock) })
+		}
+		all.Wait()
+		time.Sleep(time.Second)
+		for _, lock := range locks {
+			if s.holder(lock.Name) != 0 {
+				t.Errorf("%s is still locked", lock.Name)
+			}
+			mustAcquire(t, d, lock.Name)
+		}
+		if len(*told) != 0 {
+			t.Errorf("OnLost(%v), want nothing", *told)
+		}
+	})
+}
+
+// TestAdvisoryReleasePending: a release that ran out of time while others had the
+// session is sent by those, or in the background.
+func TestAdvisoryReleasePending(t *testing.T) {
+	for _, fails := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			s := &advisoryServer{}
+			d, told := newAdvisory(t, s, Config{Timeout: 100 * time.Millisecond})
+			lock := mustAcquire(t, d, "a")
+			mustAcquire(t, d, "b")
+			<-time.After(time.Millisecond) // So that what follows is probed.
+			s.fault = func(st statement) fault {
+				f := fault{wait: 60 * time.Millisecond}
+				if fails && st.text == d.c.advisory.unlock {
+					f.err = driver.ErrBadConn
+				}
+				return f
+			}
+			go d.Acquire(t.Context(), "c", time.Hour) // Runs until 60 ms.
+			synctest.Wait()
+			go d.Acquire(t.Context(), "d", time.Hour) // Is in the queue, and sends the release from 60 to 120 ms.
+			synctest.Wait()
+			if ok, err := d.Release(t.Context(), lock); ok || !errors.Is(err, context.DeadlineExceeded) {
+				t.Fatalf("Release = %v, %v, want DeadlineExceeded", ok, err)
+			}
+			if ok, err := d.Extend(t.Context(), lock, time.Hour); ok || err != nil {
+				t.Errorf("Extend of a lock that was given up = %v, %v, want false", ok, err)
+			}
+			if _, err := d.Acquire(t.Context(), "a", time.Hour); !errors.Is(err, ErrHeld) {
+				t.Errorf("Acquire before it was released = %v, want ErrHeld", err)
+			}
+			time.Sleep(time.Second)
+			s.fault = nil
+			if s.holder("a") != 0 {
+				t.Error("a is still locked")
+			}
+			if ok, err := d.Release(t.Context(), lock); ok || err != nil {
+				t.Errorf("Release again = %v, %v, want false", ok, err)
+			}
+			mustAcquire(t, d, "a")
+			want := map[bool][]string{true: {"a", "b", "c"}}[fails]
+			if !slices.Equal(*told, want) {
+				t.Errorf("fails %v: OnLost(%v), want %v", fails, *told, want)
+			}
+		})
+	}
+}
+
+// TestAdvisoryReleaseInBackground: nobody else uses the session.
+func TestAdvisoryReleaseInBackground(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &advisoryServer{}
+		d, _ := newAdvisory(t, s, Config{Timeout: 100 * time.Millisecond})
+		lock := mustAcquire(t, d, "a")
+		d.session.turn <- struct{}{} // An operation that takes long.
+		if ok, err := d.Release(t.Context(), lock); ok || err == nil {
+			t.Fatalf("Release = %v, %v, want an error", ok, err)
+		}
+		<-d.session.turn
+		synctest.Wait()
+		if s.holder("a") != 0 {
+			t.Error("a is still locked")
+		}
+		mustAcquire(t, d, "a")
+	})
+}
+
+// TestAdvisoryReleaseTwice: of two at once, one has released it. A lock that was
+// released can't release the next of its name.
+func TestAdvisoryReleaseTwice(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &advisoryServer{latency: time.Millisecond}
+		d, _ := newAdvisory(t, s, Config{})
+		old := mustAcquire(t, d, "a")
+		results := make(chan bool, 2)
+		for range cap(results) {
+			go func() {
+				ok, err := d.Release(t.Context(), old)
+				if err != nil {
+					t.Errorf("Release = %v", err)
+				}
+				results <- ok
+			}()
+		}
+		if first, second := <-results, <-results; first == second {
+			t.Errorf("Release = %v and %v, want true once", first, second)
+		}
+		next := mustAcquire(t, d, "a")
+		if ok, err := d.Extend(t.Context(), old, time.Hour); ok || err != nil {
+			t.Errorf("Extend of a released lock = %v, %v, want false", ok, err)
+		}
+		if ok, err := d.Release(t.Context(), old); ok || err != nil {
+			t.Errorf("Release of a released lock = %v, %v, want false", ok, err)
+		}
+		if s.holder("a") == 0 {
+			t.Error("the release of an old lock has released the next")
+		}
+		if ok, err := d.Release(t.Context(), next); !ok || err != nil {
+			t.Errorf("Release = %v, %v, want true", ok, err)
+		}
+	})
+}
+
+// TestAdvisoryReleaseDuringClose: everything ends, and each lock either was released or
+// is reported as lost, once.
+func TestAdvisoryReleaseDuringClose(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &advisoryServer{}
+		d, told := newAdvisory(t, s, Config{})
+		var locks []DriverLock
+		for i := range 5 {
+			locks = append(locks, mustAcquire(t, d, fmt.Sprint(i)))
+		}
+		s.latency = time.Second
+		released := make(chan string, len(locks))
+		var all sync.WaitGroup
+		for i, lock := range locks {
+			all.Go(func() {
+				time.Sleep(time.Duration(i) * 300 * time.Millisecond)
+				if ok, _ := d.Release(t.Context(), lock); ok {
+					released <- lock.Name
+				}
+			})
+		}
+		time.Sleep(500 * time.Millisecond)
+		d.Close()
+		all.Wait()
+		close(released)
+		ended := slices.Clone(*told)
+		for name := range released {
+			ended = append(ended, name)
+		}
+		slices.Sort(ended)
+		if want := []string{"0", "1", "2", "3", "4"}; !slices.Equal(ended, want) {
+			t.Errorf("released or reported: %v, want %v", ended, want)
+		}
+		if len(s.locks) != 0 {
+			t.Errorf("%d locks are left", len(s.locks))
+		}
+	})
+}
+
+// TestAdvisoryRefusedStatement: an error of the server about one name loses no other
+// name, whatever the statement did, unless what the session holds can't be settled.
+func TestAdvisoryRefusedStatement(t *testing.T) {
+	for _, section := range []string{"lock", "unlock", "unlock_all", "identify"} {
+		for _, done := range []bool{false, true} {
+			for _, times := range []int{1, 2} {
+				t.Run(fmt.Sprint(section, "/done=", done, "/times=", times), func(t *testing.T) {
+					synctest.Test(t, func(t *testing.T) { refuseStatement(t, section, done, times) })
+				})
+			}
+		}
+	}
+}
+
+func refuseStatement(t *testing.T, section string, done bool, times int) {
+	s := &advisoryServer{}
+	d, told := newAdvisory(t, s, Config{})
+	kept := mustAcquire(t, d, "kept")
+	lock, other := mustAcquire(t, d, "a"), mustAcquire(t, d, "b")
+	time.Sleep(time.Millisecond)
+	opened, _ := s.connections()
+	s.fault = func(st statement) fault {
+		if st.conn != 1 || times == 0 {
+			return fault{}
+		}
+		times--
+		return fault{err: &pq.Error{Code: "53200"}, done: done}
+	}
+	settled := times == 1
+	var err error
+	switch section {
+	case "lock":
+		_, err = d.Acquire(t.Context(), "c", time.Hour)
+		if err == nil || errors.Is(err, ErrHeld) {
+			t.Errorf("Acquire = %v, want the server's error", err)
+		}
+	case "identify":
+		var ok bool
+		if ok, err = d.Extend(t.Context(), lock, time.Hour); ok != settled || (err == nil) != settled {
+			t.Errorf("Extend = %v, %v", ok, err)
+		}
+	case "unlock_all":
+		d.giveUp(other)
+		fallthrough
+	case "unlock":
+		var ok bool
+		if ok, err = d.Release(t.Context(), lock); ok != settled || (err == nil) != settled {
+			t.Errorf("Release = %v, %v", ok, err)
+		}
+	}
+	if ok, err := d.Extend(t.Context(), kept, time.Hour); ok != settled || err != nil {
+		t.Errorf("Extend of another lock = %v, %v, want %v", ok, err, settled)
+	}
+	if s.holder("c") != 0 || section == "unlock" && s.holder("a") != 0 {
+		t.Error("the name is still locked on the server")
+	}
+	mustAcquire(t, d, "c")
+	if now, _ := s.connections(); settled && (now != opened || len(*told) != 0) {
+		t.Errorf("%d connections instead of %d, OnLost(%v)", now, opened, *told)
+	}
+	if want := []string{"a", "b", "kept"}; !settled && !slices.Equal(*told, want) {
+		t.Errorf("OnLost(%v), want %v", *told, want)
+	}
+}
+
+// TestAdvisoryIdleSessionEnded: the next lock is granted on a new session, and the
+// locks of the old one are lost, once. A new session that fails is not replaced again.
+func TestAdvisoryIdleSessionEnded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &advisoryServer{}
+		d, told := newAdvisory(t, s, Config{})
+		old := mustAcquire(t, d, "a")
+		s.end(1)
+		mustAcquire(t, d, "b")
+		if !slices.Equal(*told, []string{"a"}) {
+			t.Errorf("OnLost(%v), want a", *told)
+		}
+		mustAcquire(t, d, "a")
+		if ok, err := d.Release(t.Context(), old); ok || err != nil || s.holder("a") == 0 {
+			t.Errorf("Release of the old session's lock = %v, %v, want false", ok, err)
+		}
+		s.fault = func(st statement) fault {
+			if st.text == d.c.advisory.lock {
+				s.end(st.conn)
+			}
+			return fault{}
+		}
+		if _, err := d.Acquire(t.Context(), "c", time.Hour); err == nil || errors.Is(err, ErrHeld) {
+			t.Errorf("Acquire on two sessions that end = %v, want the driver's error", err)
+		}
+		asked := slices.DeleteFunc(s.statements(), func(st statement) bool {
+			return st.text != d.c.advisory.lock || st.args[0].Value != AdvisoryKey("c")
+		})
+		if len(asked) != 2 {
+			t.Errorf("%d requests, want 2", len(asked))
+		}
+		s.fault = nil
+		mustAcquire(t, d, "c")
+	})
+}
+
+// TestAdvisoryClaims: a claim that has ended can't end the next one of its name.
+func TestAdvisoryClaims(t *testing.T) {
+	d, _ := newAdvisory(t, &advisoryServer{}, Config{})
+	first, _ := d.claim("a")
+	if second, err := d.claim("a"); second != nil || err != nil {
+		t.Fatalf("claim of a taken name = %v, %v", second, err)
+	}
+	if !d.grant(first, 1) {
+		t.Fatal("not granted")
+	}
+	d.sessionEnded(1)
+	second, _ := d.claim("a")
+	if second == nil {
+		t.Fatal("the name is not free after the session's end")
+	}
+	d.unclaim(first)
+	if third, err := d.claim("a"); third != nil || err != nil {
+		t.Errorf("claim of a taken name = %v, %v", third, err)
+	}
+	if d.grant(second, 1) {
+		t.Error("granted on a session that has ended")
+	}
+}
