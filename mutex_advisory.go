@@ -37,7 +37,7 @@ type AdvisoryDriver struct {
 	mu       sync.Mutex // guards what follows, and every sessionLock
 	closed   bool
 	dead     int64                   // the last session that has ended; sessions count up
-	claims   int64                   // the id of the last hold
+	claims   int64                   // the id of the last claim
 	held     map[string]*sessionLock // by name
 	owed     []*sessionLock          // those that are given up and not yet released on the server
 	flushing bool                    // a goroutine sends what is owed
@@ -48,7 +48,7 @@ type AdvisoryDriver struct {
 // released it or its session has ended.
 type sessionLock struct {
 	name    string
-	id      int64 // DriverLock.session: a later hold of the same name has another one
+	id      int64 // DriverLock.session: a later claim to the name has another one
 	session int64 // the session that holds it; 0 while it is requested
 	owed    bool  // given up
 	freed   bool  // released on the server; false again once a Release has reported it
@@ -88,7 +88,9 @@ func AdvisoryKey(name string) int64 {
 // [errors.ErrUnsupported] on engines that have none, and [ErrInvalid] on a pool
 // that is limited to one connection, which it would keep for itself.
 func (c *Coord) AdvisoryDriver(cfg DriverConfig) (*AdvisoryDriver, error) {
-	d := &AdvisoryDriver{c: c, prefix: cfg.Prefix, session: newSession(c), held: map[string]*sessionLock{}}
+	d := &AdvisoryDriver{
+		c: c, prefix: cfg.Prefix, session: newSession(c), held: map[string]*sessionLock{},
+	}
 	d.session.ended = d.sessionEnded
 	err := checkOptional("Prefix", cfg.Prefix)
 	switch {
@@ -144,22 +146,29 @@ func (d *AdvisoryDriver) Acquire(ctx context.Context, name string, ttl time.Dura
 // next statement on it finds out: the request is then made again on a new session.
 func (d *AdvisoryDriver) request(ctx context.Context, name string) (int64, error) {
 	got, reused, err := d.requestOnce(ctx, name)
-	if reused && ctx.Err() == nil && !errors.As(err, new(doubt)) && d.c.classify(err) == FailureConnection {
+	if reused && ctx.Err() == nil && d.disconnected(err) {
 		got, _, err = d.requestOnce(ctx, name)
 	}
 	return got.session, first(err, got.failure)
 }
 
-// answer is the server's answer to a request for a lock.
-type answer struct {
-	session int64 // that holds the lock; 0: none
-	failure error // of the request alone: the session is as it was before
-	notSent bool
+// disconnected reports whether an operation failed because its connection did.
+func (d *AdvisoryDriver) disconnected(err error) bool {
+	return !errors.As(err, new(doubt)) && d.c.classify(err) == FailureConnection
 }
 
-// requestOnce asks one session. It reports also whether that failed and had been used
-// before.
-func (d *AdvisoryDriver) requestOnce(ctx context.Context, name string) (got answer, reused bool, err error) {
+// answer is the server's answer to a request for a lock.
+type answer struct {
+	session int64 // the session that holds the lock, or 0
+	failure error // of the request alone: the session is as it was before
+	notSent bool  // the request is not sent yet, since other work took the time
+}
+
+// requestOnce makes a request without repeating it. If it failed, it also reports whether
+// the session was opened by an earlier operation.
+func (d *AdvisoryDriver) requestOnce(
+	ctx context.Context, name string,
+) (got answer, reused bool, err error) {
 	var used atomic.Bool // The function may outlive onSession.
 	got.notSent = true
 	for flush := true; err == nil && got.notSent; flush = false {
@@ -170,7 +179,9 @@ func (d *AdvisoryDriver) requestOnce(ctx context.Context, name string) (got answ
 				return answer{}, err
 			}
 			if flush && used.Load() && time.Since(sent) > d.c.cfg.Timeout/4 {
-				return answer{notSent: true}, nil // On a slow server the request takes a turn of its own, which Timeout bounds.
+				// Timeout bounds the whole turn: on a slow server, two statements in one
+				// turn would end the session.
+				return answer{notSent: true}, nil
 			}
 			return d.lock(ctx, conn, name)
 		})

@@ -19,13 +19,19 @@ import (
 // advisoryServer is a server that knows the statements of an AdvisoryDriver.
 type advisoryServer struct {
 	fakeDriver
+
+	mu      sync.Mutex            // guards what follows
 	fault   func(statement) fault // may be nil
 	latency time.Duration
+	marks   map[int]string
+	locks   map[int64]int // the connection that holds a key
+	dead    map[int]bool
+}
 
-	mu    sync.Mutex // guards what follows
-	marks map[int]string
-	locks map[int64]int // the connection that holds a key
-	dead  map[int]bool
+func (s *advisoryServer) setFault(f func(statement) fault) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.fault = f
 }
 
 // fault is what goes wrong with a statement.
@@ -94,11 +100,14 @@ func newAdvisory(t *testing.T, s *advisoryServer, cfg Config) (*AdvisoryDriver, 
 }
 
 func (s *advisoryServer) run(texts *advisorySQL, st statement) (driver.Rows, error) {
+	s.mu.Lock()
+	fails, wait := s.fault, s.latency
+	s.mu.Unlock()
 	var f fault
-	if s.fault != nil {
-		f = s.fault(st)
+	if fails != nil {
+		f = fails(st)
 	}
-	time.Sleep(s.latency + f.wait)
+	time.Sleep(wait + f.wait)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.dead[st.conn] {
@@ -203,13 +212,13 @@ func TestAdvisoryReleasePending(t *testing.T) {
 			lock := mustAcquire(t, d, "a")
 			mustAcquire(t, d, "b")
 			<-time.After(time.Millisecond) // So that what follows is probed.
-			s.fault = func(st statement) fault {
+			s.setFault(func(st statement) fault {
 				f := fault{wait: 60 * time.Millisecond}
 				if fails && st.text == d.c.advisory.unlock {
 					f.err = driver.ErrBadConn
 				}
 				return f
-			}
+			})
 			go d.Acquire(t.Context(), "c", time.Hour) // Runs until 60 ms.
 			synctest.Wait()
 			go d.Acquire(t.Context(), "d", time.Hour) // Is in the queue, and sends the release from 60 to 120 ms.
@@ -224,7 +233,7 @@ func TestAdvisoryReleasePending(t *testing.T) {
 				t.Errorf("Acquire before it was released = %v, want ErrHeld", err)
 			}
 			time.Sleep(time.Second)
-			s.fault = nil
+			s.setFault(nil)
 			if s.holder("a") != 0 {
 				t.Error("a is still locked")
 			}
@@ -257,6 +266,41 @@ func TestAdvisoryReleaseInBackground(t *testing.T) {
 		}
 		mustAcquire(t, d, "a")
 	})
+}
+
+// TestAdvisoryCloseWithReleasePending: Close does not wait for the session's turn to
+// send it. The session ends, which frees the name, and is reported once.
+func TestAdvisoryCloseWithReleasePending(t *testing.T) {
+	for _, whole := range []bool{false, true} {
+		synctest.Test(t, func(t *testing.T) {
+			s := &advisoryServer{}
+			d, told := newAdvisory(t, s, Config{Timeout: 100 * time.Millisecond})
+			lock := mustAcquire(t, d, "a")
+			d.session.turn <- struct{}{} // An operation that takes long.
+			if ok, err := d.Release(t.Context(), lock); ok || err == nil {
+				t.Fatalf("Release = %v, %v, want an error", ok, err)
+			}
+			closed := make(chan error, 1)
+			go func() {
+				if whole {
+					closed <- d.c.Close()
+				} else {
+					closed <- d.Close()
+				}
+			}()
+			synctest.Wait()
+			<-d.session.turn
+			if err := <-closed; err != nil {
+				t.Errorf("Close = %v", err)
+			}
+			if s.holder("a") != 0 || !slices.Equal(*told, []string{"a"}) {
+				t.Errorf("held by %d, OnLost(%v), want a free and reported", s.holder("a"), *told)
+			}
+			if len(d.held) != 0 || len(d.owed) != 0 || d.flushing {
+				t.Errorf("the driver still knows %v, %v", d.held, d.owed)
+			}
+		})
+	}
 }
 
 // TestAdvisoryReleaseTwice: of two at once, one has released it. A lock that was
@@ -355,13 +399,13 @@ func refuseStatement(t *testing.T, section string, done bool, times int) {
 	lock, other := mustAcquire(t, d, "a"), mustAcquire(t, d, "b")
 	time.Sleep(time.Millisecond)
 	opened, _ := s.connections()
-	s.fault = func(st statement) fault {
+	s.setFault(func(st statement) fault {
 		if st.conn != 1 || times == 0 {
 			return fault{}
 		}
 		times--
 		return fault{err: &pq.Error{Code: "53200"}, done: done}
-	}
+	})
 	settled := times == 1
 	var err error
 	switch section {
@@ -415,12 +459,12 @@ func TestAdvisoryIdleSessionEnded(t *testing.T) {
 		if ok, err := d.Release(t.Context(), old); ok || err != nil || s.holder("a") == 0 {
 			t.Errorf("Release of the old session's lock = %v, %v, want false", ok, err)
 		}
-		s.fault = func(st statement) fault {
+		s.setFault(func(st statement) fault {
 			if st.text == d.c.advisory.lock {
 				s.end(st.conn)
 			}
 			return fault{}
-		}
+		})
 		if _, err := d.Acquire(t.Context(), "c", time.Hour); err == nil || errors.Is(err, ErrHeld) {
 			t.Errorf("Acquire on two sessions that end = %v, want the driver's error", err)
 		}
@@ -430,7 +474,7 @@ func TestAdvisoryIdleSessionEnded(t *testing.T) {
 		if len(asked) != 2 {
 			t.Errorf("%d requests, want 2", len(asked))
 		}
-		s.fault = nil
+		s.setFault(nil)
 		mustAcquire(t, d, "c")
 	})
 }
