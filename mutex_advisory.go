@@ -10,6 +10,7 @@ import (
 	"math/rand/v2"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -343,7 +344,7 @@ func (d *AdvisoryDriver) flushLater() {
 		for attempt := 1; ; attempt++ {
 			_, err := onSession(d.c.life, d.session, d.pay)
 			if err != nil && !errors.Is(err, ErrClosed) {
-				d.c.cfg.Logger.Warn("coord: could not release advisory locks: they end with their session", "error", err)
+				d.c.cfg.Logger.Warn("coord: a release of advisory locks failed: it is repeated unless their session has ended", "error", err)
 			}
 			if d.flushed() {
 				return
@@ -417,10 +418,16 @@ func (d *AdvisoryDriver) ask(ctx context.Context, conn *pinned, text string, key
 	return answer.Bool, nil
 }
 
-// refused reports whether err is the server's, about a statement, on a connection that
-// can be used further.
+// refused reports whether err is the server's word on a statement, after which the
+// connection may still be of use. Whether it is, settling shows. The dialect judges more
+// strictly, for connections whose loss costs nothing.
 func (d *AdvisoryDriver) refused(err error) bool {
-	return err != nil && d.c.classify(err) != FailureConnection
+	var server interface{ SQLState() string }
+	if err == nil || errors.As(err, new(doubt)) || !errors.As(err, &server) {
+		return false
+	}
+	state := server.SQLState()
+	return !strings.HasPrefix(state, "08") && !strings.HasPrefix(state, "57P") && state != "25P03"
 }
 
 // key is the key of a lock as it is sent.
