@@ -78,6 +78,7 @@ type fakeDriver struct {
 	sent   []statement
 	answer func(statement) (driver.Rows, error)
 	open   func()
+	fresh  bool // each statement has a connection of its own: database/sql waits for a result's count on the connection
 }
 
 type statement struct {
@@ -126,6 +127,9 @@ func (c *fakeConn) Close() error {
 	c.d.closed++
 	return nil
 }
+
+// IsValid keeps a connection in the pool.
+func (c *fakeConn) IsValid() bool { return !c.d.fresh }
 
 func (c *fakeConn) QueryContext(_ context.Context, text string, args []driver.NamedValue) (driver.Rows, error) {
 	s := statement{c.id, text, args, time.Now()}

@@ -46,7 +46,7 @@ type eidRow struct {
 // newEIDs returns a Coord on an eidDB.
 func newEIDs(t *testing.T, cfg Config) (*Coord, *eidDB) {
 	t.Helper()
-	db := &eidDB{fakeDriver: &fakeDriver{}, rows: map[string]eidRow{}}
+	db := &eidDB{fakeDriver: &fakeDriver{fresh: true}, rows: map[string]eidRow{}}
 	db.answer = db.do
 	c := newCoord(t, db.fakeDriver, cfg)
 	db.sql = &c.eids
@@ -1546,6 +1546,7 @@ func TestEIDStuckCheck(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				c, db := newEIDs(t, Config{})
+				db.fresh = false
 				l := newLocker(t, c, EIDConfig{TTL: 6 * time.Second, Heartbeat: 2 * time.Second})
 				mustLock(t, l, "a", "1", "2")
 				time.Sleep(1700 * time.Millisecond)

@@ -1032,7 +1032,7 @@ func TestLockEnds(t *testing.T) {
 			if local {
 				who = other // Behind a caller of its own process.
 			}
-			ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+			ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
 			_, err = who.Lock(ctx, "m")
 			cancel()
 			for _, want := range []error{coord.ErrAcquireTimeout, coord.ErrHeld, context.DeadlineExceeded} {
@@ -1042,7 +1042,7 @@ func TestLockEnds(t *testing.T) {
 			}
 			cause := errors.New("enough")
 			ctx, end := context.WithCancelCause(t.Context())
-			time.AfterFunc(50*time.Millisecond, func() { end(cause) })
+			time.AfterFunc(500*time.Millisecond, func() { end(cause) })
 			_, err = who.Lock(ctx, "m")
 			if !errors.Is(err, coord.ErrHeld) || !errors.Is(err, cause) || !errors.Is(err, context.Canceled) || errors.Is(err, coord.ErrAcquireTimeout) {
 				t.Errorf("local %v: Lock that was cancelled = %v, want ErrHeld and the cause alone", local, err)

@@ -24,6 +24,7 @@ import (
 	"fmt"
 	"os"
 	"os/signal"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -191,15 +192,15 @@ func passing(err error) bool {
 	case state == "", state == "55006":
 		return true
 	default:
-		return state.Class() == "53" || state.Class() == "57" || state.Class() == "08"
+		return slices.Contains([]string{"53", "57", "08"}, state[:2])
 	}
 }
 
 // sqlState is the server's code for a failure, "" if the failure is not the server's.
-func sqlState(err error) pq.ErrorCode {
-	var refused *pq.Error
+func sqlState(err error) string {
+	var refused interface{ SQLState() string }
 	if errors.As(err, &refused) {
-		return refused.Code
+		return refused.SQLState()
 	}
 	return ""
 }
