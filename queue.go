@@ -138,7 +138,7 @@ func (p *place) giveUp(but string) {
 	letThrough(freed)
 }
 
-// letThrough lets through who waits for lines that are not busy any more.
+// letThrough lets through the places that wait for lines which are not busy any more.
 func letThrough(freed []*line) {
 	next := make(arrivals, 0, len(freed))
 	for _, l := range freed {
