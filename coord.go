@@ -18,7 +18,7 @@
 // Expired means expiry <= now, and the database's clock says what now is, so
 // clocks of the nodes need not agree. See [Config.Clock] for the exception.
 //
-// A Coord keeps one connection of the pool for leases and members, one for each
+// A Coord keeps one connection of the pool for renewals and heartbeats, one for each
 // advisory driver, and needs another for a moment to open that.
 //
 // No lock is safe without a fence: a process can be stopped for longer than its
@@ -29,6 +29,7 @@
 package coord
 
 import (
+	"cmp"
 	"context"
 	"database/sql"
 	"errors"
@@ -36,7 +37,6 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"os"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -125,17 +125,19 @@ type Config struct {
 	// NoPrepare sends statements unprepared, as PgBouncer before 1.21 needs in
 	// transaction mode.
 	NoPrepare bool
-	// Timeout bounds how long a statement or a stuck driver is waited for, but for
-	// acquisitions of a [TableDriver] and reservations, which the caller's context
-	// bounds, and for what runs in the caller's own transaction; 0 is 5 s.
+	// Timeout bounds how long each statement, the connection it needs, and a driver that is
+	// stuck are waited for. It does not bound what runs in the caller's own transaction, nor
+	// how long an acquisition waits for another's transaction, which its context does; 0 is
+	// 5 s.
 	Timeout time.Duration
-	// Logger gets failures in the background; nil discards them.
+	// Logger gets failures in the background; nil is slog.Default().
 	Logger *slog.Logger
 }
 
 // Coord is coordination on one database. It is safe for concurrent use. Close it
 // before the *sql.DB.
 type Coord struct {
+	*life
 	db           *sql.DB
 	dialect      Dialect
 	cfg          Config
@@ -146,21 +148,19 @@ type Coord struct {
 	reservations ReservationStore
 	advisory     advisorySQL
 	eids         eidSQL
-	session      *session // carries leases and members
+	session      *session // carries what keeps things alive
+	queue        queue    // of all names that this process acquires
 	roll         roll
 	attempts     atomic.Int64 // the last attempt's id
-	prepared     sync.Map     // *sql.Stmt on the pool, by text
+	pins         atomic.Int64 // connections that advisory drivers keep
+	statements   sync.Map     // *sql.Stmt on the pool, by text
+	crew         crew
+	late         sync.WaitGroup // calls that were abandoned in the driver; added to while an operation is in flight
 
-	life    context.Context // ends with Close
-	end     context.CancelCauseFunc
-	closing sync.Once
-	crew    crew
-	busy    sync.WaitGroup // operations and undos under way; added to under mu, until life ends
-	late    sync.WaitGroup // what operations have left behind in the driver; added to while they are busy
-
-	mu      sync.Mutex
-	tables  []*table             // that are known so far: of every primitive that the dialect supports
-	drivers []interface{ end() } // made from this Coord
+	mu     sync.Mutex
+	tables []*table // that are known so far: of every primitive that the dialect supports
+	locks  map[*table]*batch[heldLock]
+	sets   *batch[*lockSet]
 }
 
 // New returns a Coord on db. It does no I/O. It returns [ErrInvalid] for a
@@ -172,27 +172,26 @@ func New(db *sql.DB, d Dialect, cfg Config) (*Coord, error) {
 	if err := cfg.complete(); err != nil {
 		return nil, wrap("new", err)
 	}
-	c := &Coord{db: db, dialect: d, cfg: cfg, names: names{schema: cfg.Schema, prefix: cfg.Prefix}}
-	if err := first(c.names.validate(), c.format.load(c), c.leases.load(c), c.members.load(c), c.reservations.load(c),
+	c := &Coord{life: newLife(nil), crew: newCrew(), db: db, dialect: d, cfg: cfg, names: names{schema: cfg.Schema, prefix: cfg.Prefix}}
+	if err := cmp.Or(c.names.validate(), c.format.load(c), c.leases.load(c), c.members.load(c), c.reservations.load(c),
 		(&TableDriver{c: c}).load(c.names), c.advisory.load(c), c.eids.load(c)); err != nil {
 		return nil, err
 	}
-	c.session = newSession(c)
+	// The upper half of an attempt's id is this Coord's, the lower half counts up, so that of
+	// two attempts the later one is known.
 	c.attempts.Store(int64(rand.Uint32N(1<<31-1)+1) << 32)
-	c.life, c.end = context.WithCancelCause(context.Background())
+	c.session, _ = newSession(c, c.life)
+	c.sets = newBatch(c.cfg.Timeout, c.keepSets)
 	return c, nil
 }
 
 // complete validates cfg and fills in the defaults.
 func (cfg *Config) complete() error {
-	if cfg.Prefix == "" {
-		cfg.Prefix = "coord_"
-	}
+	cfg.Prefix = cmp.Or(cfg.Prefix, "coord_")
+	cfg.Timeout = cmp.Or(cfg.Timeout, defaultTimeout)
+	cfg.Logger = cmp.Or(cfg.Logger, slog.Default())
 	if cfg.Owner == "" {
 		cfg.Owner = uniqueOwner()
-	}
-	if cfg.Logger == nil {
-		cfg.Logger = slog.New(slog.DiscardHandler)
 	}
 	if cfg.DDL != DDLAuto && cfg.DDL != DDLManual {
 		return invalid("DDL is %d", cfg.DDL)
@@ -200,11 +199,11 @@ func (cfg *Config) complete() error {
 	if cfg.Timeout < 0 {
 		return invalid("Timeout is %s", cfg.Timeout)
 	}
-	if cfg.Timeout == 0 {
-		cfg.Timeout = 5 * time.Second
-	}
 	return checkText("Owner", cfg.Owner)
 }
+
+// defaultTimeout is that of [Config.Timeout].
+const defaultTimeout = 5 * time.Second
 
 // uniqueOwner is host-pid-random: a host name alone is no identity.
 func uniqueOwner() string {
@@ -233,93 +232,23 @@ func (c *Coord) Reservations() *ReservationStore { return &c.reservations }
 // under way end, those that wait with [ErrClosed]; it takes no longer than a few times
 // [Config.Timeout]. It returns nil and may be called again.
 func (c *Coord) Close() error {
-	c.closing.Do(func() {
-		c.mu.Lock()
-		c.end(ErrClosed)
-		drivers := slices.Clone(c.drivers) // No more come.
-		c.mu.Unlock()
+	c.end(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), c.cfg.Timeout)
 		defer cancel()
 		c.busy.Wait()
-		var parts sync.WaitGroup
-		parts.Go(c.session.close)
-		for _, d := range drivers {
-			parts.Go(d.end)
-		}
-		parts.Wait()
+		c.endParts()
 		bounded(ctx, c, func() {
-			c.prepared.Range(func(_, stmt any) bool { stmt.(*sql.Stmt).Close(); return true })
+			c.statements.Range(func(_, stmt any) bool { stmt.(*sql.Stmt).Close(); return true })
 		})
 		wait(ctx, &c.late)
-		c.crew.close()
+		close(c.crew.closed)
 	})
 	return nil
-}
-
-// wait waits for a group until ctx ends.
-func wait(ctx context.Context, group *sync.WaitGroup) {
-	done := make(chan struct{})
-	go func() { group.Wait(); close(done) }()
-	select {
-	case <-done:
-	case <-ctx.Done():
-	}
-}
-
-// releasing marks the context of a release.
-type releasing struct{}
-
-// begin admits one operation: not after Close, and not on a context that has
-// ended. The context it returns also ends when Close is called, unless it is a
-// release's; done must be called at the end.
-func (c *Coord) begin(ctx context.Context) (_ context.Context, done func(), err error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.life.Err() != nil {
-		return nil, nil, ErrClosed
-	}
-	if ctx.Err() != nil {
-		return nil, nil, ended(ctx)
-	}
-	if c.cfg.Clock != nil && c.cfg.Clock().UnixMicro() < 0 {
-		return nil, nil, invalid("Config.Clock is before 1970, which marks what is released")
-	}
-	c.busy.Add(1)
-	if ctx.Value(releasing{}) != nil {
-		return ctx, c.busy.Done, nil
-	}
-	ctx, cancel := context.WithCancelCause(ctx)
-	stop := context.AfterFunc(c.life, func() { cancel(ErrClosed) })
-	return ctx, func() { stop(); cancel(nil); c.busy.Done() }, nil
-}
-
-// detach is the context of a release: it goes through whatever becomes of ctx, for
-// no longer than [Config.Timeout].
-func (c *Coord) detach(ctx context.Context) (context.Context, context.CancelFunc) {
-	return context.WithTimeout(context.WithValue(context.WithoutCancel(ctx), releasing{}, true), c.cfg.Timeout)
 }
 
 // unsupported is the error of a primitive that the dialect has no file for.
 func (c *Coord) unsupported() error {
 	return fmt.Errorf("dialect %s: %w", c.dialect.Name(), errors.ErrUnsupported)
-}
-
-// disown forgets a driver that has ended.
-func (c *Coord) disown(d interface{ end() }) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.drivers = slices.DeleteFunc(c.drivers, func(known interface{ end() }) bool { return known == d })
-}
-
-// own makes Close end d too.
-func (c *Coord) own(d interface{ end() }) error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.life.Err() != nil {
-		return ErrClosed
-	}
-	c.drivers = append(c.drivers, d)
-	return nil
 }
 
 // wrap says what was attempted.
@@ -337,16 +266,6 @@ const (
 
 func invalid(format string, args ...any) error {
 	return fmt.Errorf("%w: %s", ErrInvalid, fmt.Sprintf(format, args...))
-}
-
-// first returns the first error that is not nil.
-func first(errs ...error) error {
-	for _, err := range errs {
-		if err != nil {
-			return err
-		}
-	}
-	return nil
 }
 
 // checkText refuses text that is empty or that checkOptional refuses.

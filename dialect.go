@@ -1,6 +1,7 @@
 package coord
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -56,7 +57,7 @@ const (
 
 // section is one named statement of a file and the field that holds its text.
 type section struct {
-	name string
+	name string // with a "?" behind it, the section may be missing
 	text *string
 }
 
@@ -78,7 +79,7 @@ type names struct {
 }
 
 func (n names) validate() error {
-	return wrap("new", first(checkIdentifier("schema", n.schema), checkIdentifier("prefix", n.prefix)))
+	return wrap("new", cmp.Or(checkIdentifier("schema", n.schema), checkIdentifier("prefix", n.prefix)))
 }
 
 // checkIdentifier refuses what can't stand between quotes in SQL as it is. Empty
@@ -195,10 +196,11 @@ func parse(text string) (ddl string, sections map[string]string, err error) {
 func assign(found map[string]string, sections []section) error {
 	var wrong []string
 	for _, s := range sections {
-		if *s.text = found[s.name]; *s.text == "" {
-			wrong = append(wrong, "section "+s.name+" is missing")
+		name, optional := strings.CutSuffix(s.name, "?")
+		if *s.text = found[name]; *s.text == "" && !optional {
+			wrong = append(wrong, "section "+name+" is missing")
 		}
-		delete(found, s.name)
+		delete(found, name)
 	}
 	for _, name := range slices.Sorted(maps.Keys(found)) {
 		wrong = append(wrong, "section "+name+" is unknown")

@@ -25,18 +25,23 @@ func (postgres) Classify(err error) Failure {
 	if !errors.As(err, &server) {
 		return FailureConnection // The server did not say it, so the driver gave up.
 	}
-	switch state := server.SQLState(); state {
-	case "40001", "40P01": // serialization failure, deadlock
+	state := server.SQLState()
+	switch state {
+	case "40001", "40P01", "57014": // Serialization failure, deadlock; cancelled by the server, not by us.
 		return FailureRetry
-	case "57P01", "57P02", "57P03", "57P05", "25P03": // shut down, crashed, starting up, idle too long
-		return FailureConnection
-	default:
-		if strings.HasPrefix(state, "08") {
-			return FailureConnection
-		}
+	case "55P03":
+		return FailureContended // The lock_timeout of an acquisition: a rival's insert is not committed.
+	}
+	if len(state) == 5 && strings.Contains(statementClasses, " "+state[:2]+" ") {
 		return FailureOther
 	}
+	return FailureConnection
 }
+
+// statementClasses are the classes of errors that a statement brings about by itself. After
+// any other the connection is not trusted: the server may be read-only (25006), shutting
+// down (57P01), out of something (53xxx) or out of order (0A000, XX000).
+const statementClasses = " 02 20 21 22 23 24 27 28 2B 2F 34 38 39 3B 3D 3F 40 42 44 54 55 P0 "
 
 // folder is the sub-folder of an embedded file system, whose names are known to
 // be valid.

@@ -1,6 +1,7 @@
 package coord
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -34,16 +35,11 @@ type EIDConfig struct {
 // other call from ids that are free, so that calls for fewer ids may overtake it. Between
 // processes there is no order.
 type EIDLocker struct {
+	*life
 	c       *Coord
 	sql     *eidSQL
 	cfg     EIDConfig
-	ids     queue
 	anchors queue // who acquires for an anchor
-
-	life    context.Context // ends with Close
-	cancel  context.CancelCauseFunc
-	closing sync.Once
-	busy    sync.WaitGroup // acquisitions and releases under way; added to under mu, until life ends
 
 	mu   sync.Mutex
 	sets map[string]*lockSet // by anchor; a lost one stays until it is released
@@ -56,7 +52,7 @@ type eidSQL struct {
 	acquire string // (eids json, owner, anchor, ttl, now, attempt) rows of (granted, fence, eid, owner, expires), or none
 	holder  string // (eids json, owner, anchor, now) row of (eid, owner, expires), or none
 	undo    string // (eids json, attempt) changes the rows of that attempt
-	renew   string // (eids json, fence, ttl, now) changes the rows with that token, if they are all
+	renew   string // (sets json of [fence, ttl, eids], now) rows of (fence, eid, renewed or locked)
 	release string // (eids json, fence) changes the rows with that token
 	check   string // (eids json, fence, now) row, or none
 	guard   string // (eids json, fence, now) row, or none
@@ -80,13 +76,11 @@ func (c *Coord) EIDLocker(cfg EIDConfig) (*EIDLocker, error) {
 	if err == nil && c.eids.table == nil {
 		err = c.unsupported()
 	}
-	l := &EIDLocker{c: c, sql: &c.eids, cfg: cfg, sets: map[string]*lockSet{}}
-	l.life, l.cancel = context.WithCancelCause(c.life)
+	l := &EIDLocker{life: newLife(c.life), c: c, sql: &c.eids, cfg: cfg, sets: map[string]*lockSet{}}
 	if err == nil {
-		err = c.own(l)
+		err = c.own(l.life, l.close)
 	}
 	if err != nil {
-		l.cancel(nil)
 		return nil, wrap("eid locker", err)
 	}
 	return l, nil
@@ -108,7 +102,7 @@ func (cfg *EIDConfig) complete(owner string) error {
 	case cfg.AcquireMaxBackoff < cfg.AcquireBackoff:
 		return invalid("AcquireBackoff %s is over AcquireMaxBackoff %s", cfg.AcquireBackoff, cfg.AcquireMaxBackoff)
 	}
-	return first(checkTTL(cfg.TTL), checkText("Owner", cfg.Owner))
+	return cmp.Or(checkTTL(cfg.TTL), checkText("Owner", cfg.Owner))
 }
 
 // atLeast replaces what is not more than zero by value.
@@ -121,15 +115,15 @@ func atLeast(d *time.Duration, value time.Duration) {
 // lockSet is the ids that an anchor has locked.
 type lockSet struct {
 	anchor string
+	ttl    time.Duration
 	fence  int64
 	place  *place
 	keeper *keeper
 	lost   chan struct{}
 	untie  func() bool // keeps the end of the hold from closing lost and letting others through
 
-	mu   sync.Mutex
-	ids  []string // sorted; only ever fewer
-	list string   // them, as they are sent
+	mu  sync.Mutex
+	ids []string // sorted; only ever fewer
 }
 
 // AcquireLocks locks all of eIDs in the name of anchor, by one statement, or none of
@@ -151,13 +145,15 @@ func (l *EIDLocker) AcquireLocks(ctx context.Context, anchor string, eIDs ...str
 		return wrap("acquire locks", err)
 	}
 	doing := "acquire " + setName(anchor)
-	ctx, done, err := l.begin(ctx)
+	ctx, done, err := l.admit(ctx)
 	if err != nil {
 		return wrap(doing, err)
 	}
 	defer done()
+	ctx, cancel := context.WithTimeout(ctx, l.cfg.AcquireDeadline)
+	defer cancel()
 	err = l.inTurn(ctx, doing, anchor, ids)
-	if err == nil && l.life.Err() != nil {
+	if err == nil && l.over() != nil {
 		return wrap(doing, ErrClosed) // Close has freed them, or will.
 	}
 	return err
@@ -165,7 +161,7 @@ func (l *EIDLocker) AcquireLocks(ctx context.Context, anchor string, eIDs ...str
 
 // inTurn waits for earlier calls for the anchor, then acquires.
 func (l *EIDLocker) inTurn(ctx context.Context, doing, anchor string, ids []string) error {
-	turn := l.anchors.join(true, anchor)
+	turn := l.anchors.join(anchor)
 	defer l.anchors.leave(turn, anchor)
 	busy := &HeldError{What: setName(anchor), Owner: l.cfg.Owner}
 	queued := !turn.hasTurn()
@@ -200,24 +196,6 @@ func checkSet(anchor string, ids []string) error {
 	return nil
 }
 
-// begin admits an acquisition. The context it returns also ends after
-// [EIDConfig.AcquireDeadline], and with Close.
-func (l *EIDLocker) begin(ctx context.Context) (_ context.Context, done func(), err error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	if l.life.Err() != nil {
-		return nil, nil, ErrClosed
-	}
-	if ctx.Err() != nil {
-		return nil, nil, ended(ctx)
-	}
-	l.busy.Add(1)
-	ctx, expire := context.WithTimeout(ctx, l.cfg.AcquireDeadline)
-	ctx, cancel := context.WithCancelCause(ctx)
-	stop := context.AfterFunc(l.life, func() { cancel(ErrClosed) })
-	return ctx, func() { stop(); cancel(nil); expire(); l.busy.Done() }, nil
-}
-
 // again renews the locks that anchor already has, if it has any, and drops those
 // that are not in ids.
 func (l *EIDLocker) again(ctx context.Context, anchor string, ids []string) (bool, error) {
@@ -242,7 +220,7 @@ func (l *EIDLocker) again(ctx context.Context, anchor string, ids []string) (boo
 // narrow renews ids, which must be among those of s, then frees the others. It
 // returns false if s is lost.
 func (l *EIDLocker) narrow(ctx context.Context, s *lockSet, ids []string) (bool, error) {
-	before, _ := s.all()
+	before := s.all()
 	dropped := slices.DeleteFunc(slices.Clone(before), func(id string) bool {
 		_, kept := slices.BinarySearch(ids, id)
 		return kept
@@ -250,23 +228,22 @@ func (l *EIDLocker) narrow(ctx context.Context, s *lockSet, ids []string) (bool,
 	if len(dropped) != len(before)-len(ids) {
 		return false, ErrSetWidened
 	}
-	list, sent := jsonList(ids), time.Now()
-	held, err := l.renew(ctx, s.fence, list)
-	if err != nil || !held {
+	got, err := l.c.renewSets(ctx, where{}, []setOfIDs{{s.fence, s.ttl, ids}})
+	if err != nil || got.fates[0] != renewed {
 		return false, err
 	}
-	s.keeper.renewed(sent)
+	s.keeper.renewed(got.sent)
 	if len(dropped) == 0 {
 		return true, nil
 	}
 	s.mu.Lock()
-	s.ids, s.list = ids, list
+	s.ids = ids
 	s.mu.Unlock()
 	freed := make(chan struct{})
 	l.busy.Go(func() {
 		defer close(freed)
 		l.free(context.WithoutCancel(ctx), s.anchor, jsonList(dropped), s.fence)
-		l.ids.leave(s.place, dropped...)
+		l.c.queue.leave(s.place, l.lines(dropped)...)
 	})
 	select {
 	case <-freed:
@@ -276,108 +253,95 @@ func (l *EIDLocker) narrow(ctx context.Context, s *lockSet, ids []string) (bool,
 }
 
 // acquire locks ids for an anchor that has none.
-func (l *EIDLocker) acquire(ctx context.Context, doing, anchor string, ids []string, busy error) error {
-	s := &lockSet{anchor: anchor, ids: ids, list: jsonList(ids), lost: make(chan struct{})}
-	s.place = l.ids.join(true, ids...)
-	held := false
+func (l *EIDLocker) acquire(ctx context.Context, doing, anchor string, ids []string, busy error) (err error) {
+	s := &lockSet{anchor: anchor, ttl: l.cfg.TTL, ids: ids, lost: make(chan struct{})}
+	s.place = l.c.queue.join(l.lines(ids)...)
 	defer func() {
-		if !held { // Also if the driver panics.
-			l.ids.leave(s.place, ids...)
+		if s.keeper == nil { // Also if the driver panics.
+			l.c.queue.leaveAfter(err, s.place, l.lines(s.ids)...)
 		}
 	}()
-	sent, err := contend(ctx, doing, &l.ids, s.place, busy, l.cfg.AcquireBackoff, l.cfg.AcquireMaxBackoff, func() (time.Time, string, error) {
+	sent, err := contend(ctx, doing, &l.c.queue, s.place, busy, l.cfg.AcquireBackoff, l.cfg.AcquireMaxBackoff, func() (time.Time, string, error) {
 		return l.try(ctx, s)
 	})
-	if err != nil {
-		return err
+	if err == nil {
+		l.hold(s, sent.Add(l.cfg.TTL))
 	}
-	held = true
-	l.hold(s, sent.Add(l.cfg.TTL))
-	return nil
+	return err
 }
 
-// try asks the database once for the ids of s. It returns the time before the
-// statement that was granted was sent, or with an ErrHeld the id that is held, if it is
-// known.
-func (l *EIDLocker) try(ctx context.Context, s *lockSet) (time.Time, string, error) {
-	if l.life.Err() != nil { // ctx may not know it yet.
-		return time.Time{}, "", wrap("acquire "+setName(s.anchor), ErrClosed)
+// lines returns the names of ids in the queue of the Coord, in order.
+func (l *EIDLocker) lines(ids []string) []string {
+	names := make([]string, len(ids))
+	for i, id := range ids {
+		names[i] = l.sql.table.record + " " + id
 	}
-	attempt := l.c.attempt()
-	got, err := acquire(ctx, l.c, l.sql.table, setName(s.anchor), func(ctx context.Context) (lockedSet, error) {
-		return l.send(ctx, s, attempt)
-	}, func(ctx context.Context) (bool, error) {
-		n, err := l.c.exec(ctx, l.sql.undo, s.list, attempt)
-		return n > 0, err
-	})
-	switch {
-	case err == nil && got.held != nil:
-		return time.Time{}, s.refused(got.id), got.held
-	case err == nil:
-		s.fence = got.fence
-		return got.sent, "", nil
-	}
-	if failure := l.c.classify(err); ctx.Err() == nil && (failure == FailureRetry || failure == FailureContended) {
-		return time.Time{}, s.refused(""), fmt.Errorf("%w: %w", &HeldError{What: setName(s.anchor)}, err) // Rivals ask all the time.
-	}
-	return time.Time{}, "", wrap("acquire "+setName(s.anchor), err)
+	return names
 }
 
-// refused returns the id that is held when the database has refused s for id. It is known
-// without a word of the database if there is only one.
-func (s *lockSet) refused(id string) string {
+// try asks the database once for the ids of s. It returns the time before the statement
+// that was granted was sent, or with an ErrHeld the name of the id that is held, if known.
+func (l *EIDLocker) try(ctx context.Context, s *lockSet) (sent time.Time, refused string, err error) {
+	if l.over() != nil { // ctx may not know it yet.
+		return sent, "", wrap("acquire "+setName(s.anchor), ErrClosed)
+	}
+	list := jsonList(s.ids)
 	if len(s.ids) == 1 {
-		return s.ids[0]
+		refused = l.lines(s.ids)[0]
 	}
-	return id
-}
-
-// lockedSet is how an acquisition that got its answer ended.
-type lockedSet struct {
-	sent  time.Time
-	fence int64
-	held  *HeldError // nil if the locks were granted
-	id    string     // that is held; "" if the database has named none
+	sent, held, err := acquire(ctx, l.c, acquisition[time.Time]{what: setName(s.anchor), table: l.sql.table, now: true,
+		try: func(ctx context.Context, on conn, attempt int64) (time.Time, *HeldError, error) {
+			return l.send(ctx, on, s, list, attempt)
+		},
+		undo: func(ctx context.Context, on conn, attempt int64) (bool, error) {
+			n, err := on.exec(ctx, l.sql.undo, list, attempt)
+			return n > 0, err
+		}})
+	if err != nil && ctx.Err() == nil && l.c.classify(err) == FailureRetry {
+		return sent, refused, fmt.Errorf("%w: %w", &HeldError{What: setName(s.anchor)}, err) // Rivals ask all the time.
+	}
+	if held != nil {
+		if id, named := strings.CutPrefix(held.What, "id "); named {
+			refused = l.lines([]string{id})[0]
+		}
+	}
+	sent, err = granted("acquire "+setName(s.anchor), sent, held, err)
+	return sent, refused, err
 }
 
 // send sends the acquisition, again if it has made rows, or if the answer took so long
 // that the locks would be lost soon.
-func (l *EIDLocker) send(ctx context.Context, s *lockSet, attempt int64) (lockedSet, error) {
-	var granted bool
+func (l *EIDLocker) send(ctx context.Context, on conn, s *lockSet, list string, attempt int64) (sent time.Time, held *HeldError, err error) {
+	var wasGranted bool
 	var fence, expires int64
 	var id, owner string
 	for tries := range 10 { // Purge may take rows away in between, but not ten times.
-		granted, id = false, ""
-		sent := time.Now()
-		rows, err := l.c.query(ctx, l.sql.acquire, s.list, l.cfg.Owner, s.anchor, micros(l.cfg.TTL), l.c.now(), attempt)
-		err = scanRows(rows, err, func() error { return rows.Scan(&granted, &fence, &id, &owner, &expires) })
-		if err == nil && !granted && id == "" {
-			rows, err = l.c.query(ctx, l.sql.holder, s.list, l.cfg.Owner, s.anchor, l.c.now())
-			err = scanRows(rows, err, func() error { return rows.Scan(&id, &owner, &expires) })
+		wasGranted, id = false, ""
+		sent = time.Now()
+		_, err := on.row(ctx, l.sql.acquire, []any{list, l.cfg.Owner, s.anchor, micros(l.cfg.TTL), l.c.now(), attempt}, &wasGranted, &fence, &id, &owner, &expires)
+		if err == nil && !wasGranted && id == "" {
+			_, err = on.row(ctx, l.sql.holder, []any{list, l.cfg.Owner, s.anchor, l.c.now()}, &id, &owner, &expires)
 		}
 		switch {
 		case err != nil:
-			return lockedSet{}, err
-		case id == "" && !granted:
-			return lockedSet{held: &HeldError{What: setName(s.anchor)}}, nil
-		case !granted:
-			return lockedSet{id: id, held: &HeldError{What: "id " + id, Owner: owner, ExpiresAt: time.UnixMicro(expires)}}, nil
+			return sent, nil, err
+		case id == "" && !wasGranted:
+			return sent, nil, errLocked
+		case !wasGranted:
+			return sent, &HeldError{"id " + id, owner, time.UnixMicro(expires)}, nil
 		case fence > 0 && (time.Since(sent) < l.cfg.TTL/2 || tries == 9):
-			return lockedSet{sent: sent, fence: fence}, nil
+			s.fence = fence
+			return sent, nil, nil
 		}
 	}
-	return lockedSet{held: &HeldError{What: setName(s.anchor)}}, nil
+	return sent, nil, errLocked
 }
 
-// hold records the locks of s and keeps them alive.
+// hold records the locks of s and keeps them alive, together with all other sets of the
+// Coord.
 func (l *EIDLocker) hold(s *lockSet, deadline time.Time) {
-	s.keeper = keep(deadline, l.cfg.Heartbeat, l.cfg.TTL, l.cfg.TTL/10, func(ctx context.Context) (bool, error) {
-		held, err := s.ask(func(list string) (bool, error) { return l.renew(ctx, s.fence, list) })
-		if errors.Is(err, ErrClosed) {
-			err = context.Canceled // The Coord's Close is about to release it, which is no loss.
-		}
-		return held, err
-	})
+	l.c.queue.answer(s.place)
+	s.keeper = l.c.sets.keep(s, newHold(), deadline, pace{l.cfg.Heartbeat, l.cfg.TTL, l.cfg.TTL / 10})
 	s.untie = context.AfterFunc(s.keeper.ctx, func() { // Nobody waits for the release of what is lost.
 		close(s.lost)
 		l.leave(s)
@@ -387,12 +351,73 @@ func (l *EIDLocker) hold(s *lockSet, deadline time.Time) {
 	l.sets[s.anchor] = s
 }
 
-// renew renews ids of a set and tells whether they were still held.
-func (l *EIDLocker) renew(ctx context.Context, fence int64, list string) (bool, error) {
-	n, err := onPool(ctx, l.c, l.sql.table, func(ctx context.Context) (int64, error) {
-		return l.c.exec(ctx, l.sql.renew, list, fence, micros(l.cfg.TTL), l.c.now())
+// setOfIDs is what is renewed of a set.
+type setOfIDs struct {
+	fence int64
+	ttl   time.Duration
+	ids   []string
+}
+
+// keepSets renews sets by one statement.
+func (c *Coord) keepSets(ctx context.Context, patience time.Duration, sets []*lockSet) ([]fate, error) {
+	asked := make([]setOfIDs, len(sets))
+	for i, s := range sets {
+		asked[i] = setOfIDs{s.fence, s.ttl, s.all()}
+	}
+	got, err := c.renewSets(ctx, where{session: c.session, patience: patience}, asked)
+	if errors.Is(err, ErrClosed) {
+		err = context.Canceled // The Coord's Close is about to release them, which is no loss.
+	}
+	if err != nil {
+		return nil, err
+	}
+	for i, s := range sets {
+		if got.fates[i] == gone && len(s.all()) != len(asked[i].ids) {
+			got.fates[i] = busy // Some ids were dropped meanwhile, and the statement has missed them.
+		}
+	}
+	return got.fates, nil
+}
+
+// renewal is the answer to a renewal that was sent at a time.
+type renewal struct {
+	sent  time.Time
+	fates []fate
+}
+
+// renewSets sends a renewal of sets, and returns a fate for each. On the pool it waits for
+// rows that another transaction has locked.
+func (c *Coord) renewSets(ctx context.Context, on where, sets []setOfIDs) (renewal, error) {
+	list := make([][3]any, len(sets))
+	for i, s := range sets {
+		list[i] = [3]any{s.fence, micros(s.ttl), s.ids}
+	}
+	text := jsonList(list)
+	type key struct { // Sets that share no id may have equal tokens.
+		fence int64
+		id    string
+	}
+	return run(ctx, c, on, c.eids.table, func(ctx context.Context, conn conn) (renewal, error) {
+		r := renewal{time.Now(), make([]fate, len(sets))}
+		found := make(map[key]fate, len(sets))
+		var of key
+		var ok bool
+		err := conn.each(ctx, c.eids.renew, []any{text, c.now()}, func(row func(...any) error) error {
+			err := row(&of.fence, &of.id, &ok)
+			found[of] = busy
+			if ok {
+				found[of] = renewed
+			}
+			return err
+		})
+		for i, s := range sets {
+			r.fates[i] = found[key{s.fence, s.ids[0]}]
+		}
+		if err == nil && on.session == nil && slices.Contains(r.fates, busy) {
+			err = errLocked
+		}
+		return r, err
 	})
-	return n > 0, err
 }
 
 // ReleaseLocks frees what anchor has locked, if anything. It goes through even if
@@ -409,17 +434,16 @@ func (l *EIDLocker) remove(anchor string) *lockSet {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	s := l.sets[anchor]
-	if s == nil || l.life.Err() != nil { // Close releases it.
+	if s == nil || !l.enter() { // Close releases it.
 		return nil
 	}
 	delete(l.sets, anchor)
-	l.busy.Add(1)
 	return s
 }
 
 // finish releases a set that was removed, whatever becomes of ctx.
 func (l *EIDLocker) finish(ctx context.Context, s *lockSet) {
-	defer l.busy.Done()
+	defer l.life.leave()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTime)
 	defer cancel()
 	l.release(ctx, s)
@@ -431,25 +455,20 @@ const releaseTime = 5 * time.Second
 // release frees what s has, then lets others of this process come after.
 func (l *EIDLocker) release(ctx context.Context, s *lockSet) {
 	s.untie()
-	s.keeper.end(nil)
-	_, list := s.all()
-	l.free(ctx, s.anchor, list, s.fence)
-	bounded(ctx, l.c, func() { s.keeper.stop() })
+	_ = s.keeper.stop()
+	l.free(ctx, s.anchor, jsonList(s.all()), s.fence)
 	l.leave(s)
 }
 
-// leave takes s out of the lines.
-func (l *EIDLocker) leave(s *lockSet) {
-	ids, _ := s.all()
-	l.ids.leave(s.place, ids...)
-}
+// leave takes s out of the queue.
+func (l *EIDLocker) leave(s *lockSet) { l.c.queue.leave(s.place, l.lines(s.all())...) }
 
 // free releases ids of a set, and tries again what fails, for as long as it may.
 func (l *EIDLocker) free(ctx context.Context, anchor, list string, fence int64) {
 	ctx, cancel := context.WithTimeout(ctx, releaseTime)
 	defer cancel()
 	for attempts := 1; ; attempts++ {
-		_, err := step(ctx, l.c, func(ctx context.Context) (int64, error) { return l.c.exec(ctx, l.sql.release, list, fence) })
+		_, err := pooled(ctx, l.c, func(ctx context.Context, on conn) (int64, error) { return on.exec(ctx, l.sql.release, list, fence) })
 		if err == nil {
 			return
 		}
@@ -457,10 +476,7 @@ func (l *EIDLocker) free(ctx context.Context, anchor, list string, fence int64) 
 			l.c.cfg.Logger.Warn("coord: locks that were to be released stay until their TTL", "what", setName(anchor), "error", err)
 			return
 		}
-		select {
-		case <-ctx.Done():
-		case <-time.After(backoff(attempts, 10*time.Millisecond, 500*time.Millisecond)):
-		}
+		_ = after(ctx, backoff(attempts, 10*time.Millisecond, 500*time.Millisecond))
 	}
 }
 
@@ -479,20 +495,17 @@ func (l *EIDLocker) assert(ctx context.Context, anchor string) error {
 	case s.keeper.err() != nil:
 		return ErrLost
 	}
-	held, err := s.ask(func(list string) (bool, error) { return l.check(ctx, s.fence, list) })
+	held, err := s.ask(func(list string) (bool, error) {
+		return run(ctx, l.c, where{}, l.sql.table, func(ctx context.Context, on conn) (held bool, err error) {
+			_, err = on.row(ctx, l.sql.check, []any{list, s.fence, l.c.now()}, &held)
+			return held, err
+		})
+	})
 	if err == nil && !held {
 		s.keeper.end(ErrLost)
 		err = ErrLost
 	}
 	return err
-}
-
-func (l *EIDLocker) check(ctx context.Context, fence int64, list string) (bool, error) {
-	return onPool(ctx, l.c, l.sql.table, func(ctx context.Context) (held bool, err error) {
-		rows, err := l.c.query(ctx, l.sql.check, list, fence, l.c.now())
-		err = scanRows(rows, err, func() error { return rows.Scan(&held) })
-		return held, err
-	})
 }
 
 // Guard checks inside the caller's transaction that all ids of anchor are still
@@ -540,16 +553,12 @@ func (l *EIDLocker) Lost(anchor string) <-chan struct{} {
 // Close releases the locks of every anchor, in at most 5 s. Calls that wait end
 // with [ErrClosed]. It returns nil and may be called again.
 func (l *EIDLocker) Close() error {
-	l.end()
-	l.c.disown(l)
+	l.close()
 	return nil
 }
 
-func (l *EIDLocker) end() {
-	l.closing.Do(func() {
-		l.mu.Lock()
-		l.cancel(ErrClosed)
-		l.mu.Unlock()
+func (l *EIDLocker) close() {
+	l.end(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), releaseTime)
 		defer cancel()
 		l.releaseAll(ctx)
@@ -587,7 +596,7 @@ func (l *EIDLocker) find(ctx context.Context, anchor string) (*lockSet, error) {
 	switch err := checkText("anchor", anchor); {
 	case err != nil:
 		return nil, err
-	case l.life.Err() != nil:
+	case l.over() != nil:
 		return nil, ErrClosed
 	case ctx.Err() != nil:
 		return nil, ended(ctx)
@@ -605,19 +614,19 @@ func (l *EIDLocker) set(anchor string) *lockSet {
 // of them were dropped meanwhile: they would be missed.
 func (s *lockSet) ask(do func(list string) (bool, error)) (bool, error) {
 	for {
-		_, list := s.all()
-		held, err := do(list)
-		if _, now := s.all(); held || err != nil || list == now {
+		ids := s.all()
+		held, err := do(jsonList(ids))
+		if held || err != nil || len(ids) == len(s.all()) {
 			return held, err
 		}
 	}
 }
 
-// all is the ids of the set, and the same as they are sent.
-func (s *lockSet) all() (ids []string, list string) {
+// all is the ids of the set.
+func (s *lockSet) all() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.ids, s.list
+	return s.ids
 }
 
 func setName(anchor string) string { return "locks of " + anchor }

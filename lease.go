@@ -26,21 +26,22 @@ type Lease struct {
 }
 
 // LeaseStore leases the partitions of groups to owners. Its methods are safe for
-// concurrent use; they run one at a time on a connection that is borrowed from the
-// pool once and kept until [Coord.Close]; if the pool is limited to one, it is given
-// back after each. Nothing renews a lease but the caller, every TTL/3 or so, or
-// [Coord.RunPartitions] what it has acquired itself. They give up when ctx ends before
-// they are sent; once sent they wait for the database, no longer than
-// [Config.Timeout]. An Acquire that waits for an open Guard holds the others up for as
-// long: a TTL had better be four times the Timeout or more.
+// concurrent use. Nothing renews a lease but the caller, every TTL/3 or so;
+// [Coord.RunPartitions] renews what it has acquired itself.
+//
+// Renew runs on one connection, one call at a time, which the Coord borrows from the pool
+// once and keeps for what keeps things alive; it never waits behind the application for a
+// connection. If the pool is limited to one, the connection is given back after each call.
+// A Renew whose context ends before it is sent is not sent; once sent, it waits for the
+// database for at most [Config.Timeout]. The other methods use the pool.
 type LeaseStore struct {
 	c     *Coord
 	table *table
 
-	acquire string // (group, partition, owner, ttl, now, attempt, wait) row of (granted, owner, epoch, expires), or none
-	holder  string // (group, partition, now) row of (owner, expires), or none
+	acquire string // (group, partition, owner, ttl, now, attempt) row of (granted, owner, epoch, expires), or none
+	holder  string // (group, partition, owner, now) row of (owner, expires) if another has it, or none
 	undo    string // (group, partition, owner, attempt) changes the row of that attempt
-	renew   string // (group, partitions json, owner, ttl, now) rows of (partition, epoch, expires)
+	renew   string // (group, partitions json, owner, ttl, now) rows of (partition, epoch, expires, renewed or locked)
 	release string // (group, partition, owner, epoch) changes the row once
 	owners  string // (group, now) rows of (partition, owner, epoch, expires)
 	guard   string // (group, partition, owner, epoch, now) row, or none
@@ -67,103 +68,112 @@ func (s *LeaseStore) load(c *Coord) error {
 //
 // The context bounds the acquisition only.
 func (s *LeaseStore) Acquire(ctx context.Context, group string, partition int, owner string, ttl time.Duration) (Lease, error) {
-	return s.take(ctx, group, partition, owner, ttl, true)
+	return s.take(ctx, group, partition, owner, ttl, false)
 }
 
-// take is Acquire, which need not wait for anybody's transaction. That it must not is
-// an [ErrHeld] too.
-func (s *LeaseStore) take(ctx context.Context, group string, partition int, owner string, ttl time.Duration, wait bool) (Lease, error) {
-	if err := first(checkLease(group, partition, owner), checkTTL(ttl)); err != nil {
+// take is Acquire. If now is set, it waits for nobody: that it would have to is an
+// [ErrHeld] too.
+func (s *LeaseStore) take(ctx context.Context, group string, partition int, owner string, ttl time.Duration, now bool) (Lease, error) {
+	if err := cmp.Or(checkLease(group, partition, owner), checkTTL(ttl)); err != nil {
 		return Lease{}, wrap("acquire lease", err)
 	}
-	want := Lease{Group: group, Partition: partition, Owner: owner}
 	what := leaseName(group, partition)
-	attempt := s.c.attempt()
-	got, err := onTable(ctx, s.c, s.table, func(ctx context.Context, conn *pinned) (acquired, error) {
-		return s.tryAcquire(ctx, conn, want, ttl, attempt, wait)
-	}, func() { s.free(want, attempt) })
-	if err == nil && got.held != nil {
-		return Lease{}, got.held
-	}
-	return got.lease, wrap("acquire "+what, err)
+	want := Lease{Group: group, Partition: partition, Owner: owner}
+	got, held, err := acquireInTurn(ctx, s.c, acquisition[Lease]{what: what, table: s.table, now: now,
+		try: func(ctx context.Context, on conn, attempt int64) (Lease, *HeldError, error) {
+			return s.try(ctx, on, want, ttl, attempt)
+		},
+		undo: func(ctx context.Context, on conn, attempt int64) (bool, error) {
+			n, err := on.exec(ctx, s.undo, group, partition, owner, attempt)
+			return n > 0, err
+		}})
+	return granted("acquire "+what, got, held, err)
 }
 
-// free releases in the background what an attempt may have been granted.
-func (s *LeaseStore) free(lease Lease, attempt int64) {
-	s.c.undo(leaseName(lease.Group, lease.Partition), nil, func(ctx context.Context) (bool, error) {
-		n, err := onSession(ctx, s.c.session, func(ctx context.Context, conn *pinned) (int64, error) {
-			return conn.exec(ctx, s.undo, lease.Group, lease.Partition, lease.Owner, attempt)
-		})
-		return n > 0, err
-	})
-}
-
-// acquired is how an acquisition that got its answer ended.
-type acquired struct {
-	lease Lease
-	held  *HeldError // nil if the lease was granted
-}
-
-// tryAcquire sends the acquisition. On engines that can't name the holder in the
-// same statement, and when a rival was faster, it reads who it is.
-func (s *LeaseStore) tryAcquire(ctx context.Context, conn *pinned, lease Lease, ttl time.Duration, attempt int64, wait bool) (acquired, error) {
+// try sends the acquisition. On engines that can't name the holder in the same statement,
+// and when a rival was faster, it reads who it is.
+func (s *LeaseStore) try(ctx context.Context, on conn, want Lease, ttl time.Duration, attempt int64) (Lease, *HeldError, error) {
 	var granted bool
 	var holder string
-	var epoch, expires int64
+	var expires int64
 	sent := time.Now()
-	rows, err := conn.query(ctx, s.acquire, lease.Group, lease.Partition, lease.Owner, micros(ttl), s.c.now(), attempt, wait)
-	err = scanRows(rows, err, func() error { return rows.Scan(&granted, &holder, &epoch, &expires) })
+	_, err := on.row(ctx, s.acquire, []any{want.Group, want.Partition, want.Owner, micros(ttl), s.c.now(), attempt}, &granted, &holder, &want.Epoch, &expires)
 	if err == nil && holder == "" {
-		rows, err = conn.query(ctx, s.holder, lease.Group, lease.Partition, s.c.now())
-		err = scanRows(rows, err, func() error { return rows.Scan(&holder, &expires) })
+		_, err = on.row(ctx, s.holder, []any{want.Group, want.Partition, want.Owner, s.c.now()}, &holder, &expires)
 	}
 	switch {
 	case err != nil:
-		return acquired{}, err
+		return Lease{}, nil, err
 	case granted:
-		lease.Epoch, lease.ExpiresAt, lease.Deadline = epoch, time.UnixMicro(expires), sent.Add(ttl)
-		return acquired{lease: lease}, nil
+		want.ExpiresAt, want.Deadline = time.UnixMicro(expires), sent.Add(ttl)
+		return want, nil, nil
+	case holder == "":
+		return Lease{}, nil, errLocked
 	}
-	held := &HeldError{What: leaseName(lease.Group, lease.Partition), Owner: holder}
-	if holder != "" {
-		held.ExpiresAt = time.UnixMicro(expires)
-	}
-	return acquired{held: held}, nil
+	return Lease{}, &HeldError{leaseName(want.Group, want.Partition), holder, time.UnixMicro(expires)}, nil
 }
 
 // Renew extends those of the partitions that are still owner's and have not
 // expired to ttl from now, by one statement, and returns them, ordered by
 // partition, their epochs unchanged. A partition that is missing from the result
 // is lost. The caller compares epochs: a second process under the same owner name
-// may have taken a partition over. With no partitions nothing is sent.
+// may have taken a partition over. With no partitions nothing is sent. If another
+// transaction keeps some of the rows locked for [Config.Timeout], Renew returns an error,
+// with the leases that it has renewed last: the others are not lost.
 func (s *LeaseStore) Renew(ctx context.Context, group string, partitions []int, owner string, ttl time.Duration) ([]Lease, error) {
 	partitions = slices.Compact(slices.Sorted(slices.Values(partitions)))
 	lowest := 0
 	if len(partitions) > 0 {
 		lowest = partitions[0]
 	}
-	if err := first(checkLease(group, lowest, owner), checkTTL(ttl)); err != nil || len(partitions) == 0 {
+	if err := cmp.Or(checkLease(group, lowest, owner), checkTTL(ttl)); err != nil || len(partitions) == 0 {
 		return nil, wrap("renew leases", err)
 	}
-	list := jsonList(partitions)
-	leases, err := onTable(ctx, s.c, s.table, func(ctx context.Context, conn *pinned) ([]Lease, error) {
-		return s.sendRenew(ctx, conn, make([]Lease, 0, len(partitions)), group, list, owner, ttl)
-	}, nil)
+	leases, err := run(ctx, s.c, where{session: s.c.session}, s.table, func(ctx context.Context, on conn) ([]Lease, error) {
+		leases, locked, err := s.extend(ctx, on, group, partitions, owner, ttl)
+		if err == nil && len(locked) > 0 {
+			err = errLocked
+		}
+		return leases, err
+	})
 	return leases, wrap("renew leases "+group, err)
 }
 
-// sendRenew appends what is still owner's to leases.
-func (s *LeaseStore) sendRenew(ctx context.Context, conn *pinned, leases []Lease, group, partitions, owner string, ttl time.Duration) ([]Lease, error) {
+// renewFree is Renew that does not wait for rows which another transaction has locked: it
+// returns their partitions too, and whether they are still owner's is not known.
+func (s *LeaseStore) renewFree(ctx context.Context, patience time.Duration, group string, partitions []int, owner string, ttl time.Duration) (leases []Lease, locked []int, err error) {
+	if len(partitions) == 0 {
+		return nil, nil, nil
+	}
+	type renewal struct {
+		leases []Lease
+		locked []int
+	}
+	got, err := run(ctx, s.c, where{session: s.c.session, patience: patience}, s.table, func(ctx context.Context, on conn) (got renewal, err error) {
+		got.leases, got.locked, err = s.extend(ctx, on, group, partitions, owner, ttl)
+		return got, err
+	})
+	return got.leases, got.locked, wrap("renew leases "+group, err)
+}
+
+// extend sends the renewal, and returns what is still owner's and the partitions whose rows
+// are locked.
+func (s *LeaseStore) extend(ctx context.Context, on conn, group string, partitions []int, owner string, ttl time.Duration) (leases []Lease, locked []int, err error) {
+	leases = make([]Lease, 0, len(partitions))
 	var partition, epoch, expires int64 // int64, since database/sql reads an int by way of its text
+	var renewed bool
 	sent := time.Now()
-	rows, err := conn.query(ctx, s.renew, group, partitions, owner, micros(ttl), s.c.now())
-	err = scanRows(rows, err, func() error {
-		err := rows.Scan(&partition, &epoch, &expires)
-		leases = append(leases, Lease{group, int(partition), owner, epoch, time.UnixMicro(expires), sent.Add(ttl)})
+	err = on.each(ctx, s.renew, []any{group, jsonList(partitions), owner, micros(ttl), s.c.now()}, func(row func(...any) error) error {
+		err := row(&partition, &epoch, &expires, &renewed)
+		if renewed {
+			leases = append(leases, Lease{group, int(partition), owner, epoch, time.UnixMicro(expires), sent.Add(ttl)})
+		} else {
+			locked = append(locked, int(partition))
+		}
 		return err
 	})
 	slices.SortFunc(leases, func(a, b Lease) int { return cmp.Compare(a.Partition, b.Partition) })
-	return leases, err
+	return leases, locked, err
 }
 
 // Release gives the lease up and keeps its row, so that the epoch continues. It goes
@@ -181,9 +191,9 @@ func (s *LeaseStore) giveUp(ctx context.Context, group string, partition int, ow
 	}
 	ctx, cancel := s.c.detach(ctx)
 	defer cancel()
-	changed, err := onTable(ctx, s.c, s.table, func(ctx context.Context, conn *pinned) (int64, error) {
-		return conn.exec(ctx, s.release, group, partition, owner, epoch)
-	}, nil)
+	changed, err := run(ctx, s.c, where{}, s.table, func(ctx context.Context, on conn) (int64, error) {
+		return on.exec(ctx, s.release, group, partition, owner, epoch)
+	})
 	return changed > 0, wrap("release "+leaseName(group, partition), err)
 }
 
@@ -193,18 +203,16 @@ func (s *LeaseStore) Owners(ctx context.Context, group string) ([]Lease, error) 
 	if err := checkText("group", group); err != nil {
 		return nil, wrap("owners of leases", err)
 	}
-	leases, err := onTable(ctx, s.c, s.table, func(ctx context.Context, conn *pinned) ([]Lease, error) {
-		var leases []Lease
+	leases, err := run(ctx, s.c, where{}, s.table, func(ctx context.Context, on conn) (leases []Lease, err error) {
 		var owner string
 		var partition, epoch, expires int64
-		rows, err := conn.query(ctx, s.owners, group, s.c.now())
-		err = scanRows(rows, err, func() error {
-			err := rows.Scan(&partition, &owner, &epoch, &expires)
+		err = on.each(ctx, s.owners, []any{group, s.c.now()}, func(row func(...any) error) error {
+			err := row(&partition, &owner, &epoch, &expires)
 			leases = append(leases, Lease{Group: group, Partition: int(partition), Owner: owner, Epoch: epoch, ExpiresAt: time.UnixMicro(expires)})
 			return err
 		})
 		return leases, err
-	}, nil)
+	})
 	return leases, wrap("owners of leases "+group, err)
 }
 
@@ -218,7 +226,7 @@ func (s *LeaseStore) Owners(ctx context.Context, group string) ([]Lease, error) 
 // serialization failure (40001) means: run the transaction again. Outside a
 // transaction it would protect nothing: see [DBTX].
 func (s *LeaseStore) Guard(ctx context.Context, tx DBTX, lease Lease) error {
-	if err := first(checkTx(tx), checkLease(lease.Group, lease.Partition, lease.Owner)); err != nil {
+	if err := cmp.Or(checkTx(tx), checkLease(lease.Group, lease.Partition, lease.Owner)); err != nil {
 		return wrap("guard lease", err)
 	}
 	err := s.c.guard(ctx, tx, s.table, s.guard, lease.Group, lease.Partition, lease.Owner, lease.Epoch, s.c.now())
@@ -229,7 +237,7 @@ func checkLease(group string, partition int, owner string) error {
 	if partition < 0 {
 		return invalid("partition %d is negative", partition)
 	}
-	return first(checkText("group", group), checkText("owner", owner))
+	return cmp.Or(checkText("group", group), checkText("owner", owner))
 }
 
 func leaseName(group string, partition int) string {

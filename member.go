@@ -1,6 +1,7 @@
 package coord
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"slices"
@@ -18,13 +19,13 @@ type Member struct {
 }
 
 // MemberStore keeps which nodes of a service are alive. Its methods are safe for
-// concurrent use; they share the pinned connection of [LeaseStore] and its rules
-// for contexts.
+// concurrent use. Heartbeat runs on the connection of [LeaseStore.Renew], the others on
+// the pool.
 type MemberStore struct {
 	c     *Coord
 	table *table
 
-	heartbeat string // (service, node, address, groups json, ttl, now) row of (expires)
+	heartbeat string // (service, node, address, groups json, ttl, now) row of (expires), or none if the row is locked
 	leave     string // (service, node)
 	list      string // (service, now) rows of (node, address, groups json, expires)
 }
@@ -44,19 +45,20 @@ func (s *MemberStore) load(c *Coord) error {
 // these groups in place of former ones, and returns it as it is kept. Call it every
 // TTL/3 or so.
 func (s *MemberStore) Heartbeat(ctx context.Context, service, node, address string, ttl time.Duration, groups []string) (Member, error) {
-	if err := first(checkMember(service, node), checkOptional("address", address), checkTTL(ttl), checkGroups(groups)); err != nil {
+	if err := cmp.Or(checkMember(service, node), checkOptional("address", address), checkTTL(ttl), checkGroups(groups)); err != nil {
 		return Member{}, wrap("heartbeat", err)
 	}
 	groups = slices.Compact(slices.Sorted(slices.Values(groups)))
 	if groups == nil {
 		groups = []string{}
 	}
-	expires, err := onTable(ctx, s.c, s.table, func(ctx context.Context, conn *pinned) (int64, error) {
-		var expires int64
-		rows, err := conn.query(ctx, s.heartbeat, service, node, address, jsonList(groups), micros(ttl), s.c.now())
-		err = scanRows(rows, err, func() error { return rows.Scan(&expires) })
+	expires, err := run(ctx, s.c, where{session: s.c.session}, s.table, func(ctx context.Context, on conn) (expires int64, err error) {
+		found, err := on.row(ctx, s.heartbeat, []any{service, node, address, jsonList(groups), micros(ttl), s.c.now()}, &expires)
+		if err == nil && !found {
+			err = errLocked
+		}
 		return expires, err
-	}, nil)
+	})
 	if err != nil {
 		return Member{}, wrap("heartbeat of "+service+"/"+node, err)
 	}
@@ -71,9 +73,9 @@ func (s *MemberStore) Leave(ctx context.Context, service, node string) error {
 	}
 	ctx, cancel := s.c.detach(ctx)
 	defer cancel()
-	_, err := onTable(ctx, s.c, s.table, func(ctx context.Context, conn *pinned) (int64, error) {
-		return conn.exec(ctx, s.leave, service, node)
-	}, nil)
+	_, err := run(ctx, s.c, where{}, s.table, func(ctx context.Context, on conn) (int64, error) {
+		return on.exec(ctx, s.leave, service, node)
+	})
 	return wrap("leave of "+service+"/"+node, err)
 }
 
@@ -83,12 +85,10 @@ func (s *MemberStore) List(ctx context.Context, service string) ([]Member, error
 	if err := checkText("service", service); err != nil {
 		return nil, wrap("list members", err)
 	}
-	members, err := onTable(ctx, s.c, s.table, func(ctx context.Context, conn *pinned) ([]Member, error) {
-		var members []Member
-		rows, err := conn.query(ctx, s.list, service, s.c.now())
-		err = scanRows(rows, err, func() error {
+	members, err := run(ctx, s.c, where{}, s.table, func(ctx context.Context, on conn) (members []Member, err error) {
+		err = on.each(ctx, s.list, []any{service, s.c.now()}, func(row func(...any) error) error {
 			m, groups, expires := Member{Service: service}, "", int64(0)
-			if err := rows.Scan(&m.Node, &m.Address, &groups, &expires); err != nil {
+			if err := row(&m.Node, &m.Address, &groups, &expires); err != nil {
 				return err
 			}
 			m.ExpiresAt = time.UnixMicro(expires)
@@ -96,12 +96,12 @@ func (s *MemberStore) List(ctx context.Context, service string) ([]Member, error
 			return json.Unmarshal([]byte(groups), &members[len(members)-1].Groups)
 		})
 		return members, err
-	}, nil)
+	})
 	return members, wrap("list members of "+service, err)
 }
 
 func checkMember(service, node string) error {
-	return first(checkText("service", service), checkText("node", node))
+	return cmp.Or(checkText("service", service), checkText("node", node))
 }
 
 func checkGroups(groups []string) error {

@@ -1,6 +1,7 @@
 package coord
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"slices"
@@ -35,7 +36,7 @@ type DriverLock struct {
 	Name     string
 	Fence    int64     // the fencing token, larger than all before it for this name; 0: none
 	Deadline time.Time // local, monotonic: the send + TTL; zero if it does not expire
-	session  int64     // of an AdvisoryDriver: the connection that holds it
+	session  int64     // of an AdvisoryDriver: the claim
 }
 
 // DriverConfig configures a driver. Its zero value is ready to use.
@@ -59,16 +60,66 @@ type MutexConfig struct {
 // Mutex locks names, so that one holder of each exists among all processes that
 // share the driver's database. It is safe for concurrent use.
 //
-// Callers of one Mutex queue for a name, first come first served, and only the
+// Callers of one process queue for a name, first come first served, and only the
 // first of them asks the database. Between processes there is no order.
 type Mutex struct {
-	d   MutexDriver
+	d   locker
 	cfg MutexConfig
 
-	lines queue
-
 	mu    sync.Mutex
-	locks map[string]*Lock // held
+	locks map[string]*Lock // asked for or held
+}
+
+// locker is what a Mutex needs of a driver.
+type locker interface {
+	MutexDriver
+	ours
+	queue() *queue
+	queueName(name string) string // of a lock's name, in the queue
+	// take is Acquire for a caller whose turn it is in the queue.
+	take(ctx context.Context, name string, ttl time.Duration) (DriverLock, error)
+	keep(lock DriverLock, h hold, cfg MutexConfig) *keeper
+}
+
+// ours is what a driver of this package does also for a driver that embeds it.
+type ours interface {
+	owner() string          // this process
+	timeout() time.Duration // [Config.Timeout]
+	guard(ctx context.Context, tx DBTX, lock DriverLock) error
+}
+
+// foreign makes a locker of another driver, all of whose methods are called.
+type foreign struct {
+	MutexDriver
+	ours
+	callers queue
+}
+
+func (f *foreign) queue() *queue                { return &f.callers }
+func (f *foreign) queueName(name string) string { return name }
+
+func (f *foreign) take(ctx context.Context, name string, ttl time.Duration) (DriverLock, error) {
+	return f.Acquire(ctx, name, ttl)
+}
+
+func (f *foreign) keep(lock DriverLock, h hold, cfg MutexConfig) *keeper {
+	return keepByExtend(f, lock, h, cfg)
+}
+
+// theirs is [ours] of a driver that has nothing to do with this package.
+type theirs struct{}
+
+func (theirs) owner() string                                 { return "" }
+func (theirs) timeout() time.Duration                        { return defaultTimeout }
+func (theirs) guard(context.Context, DBTX, DriverLock) error { return errors.ErrUnsupported }
+
+// keepByExtend keeps one lock by its driver's Extend.
+func keepByExtend(d locker, lock DriverLock, h hold, cfg MutexConfig) *keeper {
+	p := pace{cfg.Renew, cfg.TTL, cfg.Margin}
+	if !d.Expiring() {
+		p.ttl = 0
+	}
+	return keepAlone(h, lock.Deadline, p, d.timeout(), func(ctx context.Context) (bool, error) { return d.Extend(ctx, lock, cfg.TTL) })
 }
 
 // NewMutex returns a Mutex on a driver. Make one, not one per lock: the driver
@@ -81,33 +132,37 @@ func NewMutex(d MutexDriver, cfg MutexConfig) (*Mutex, error) {
 	if err := cfg.complete(); err != nil {
 		return nil, wrap("new mutex", err)
 	}
-	m := &Mutex{d: d, cfg: cfg, locks: map[string]*Lock{}}
+	m := &Mutex{cfg: cfg, locks: map[string]*Lock{}}
+	switch d := d.(type) {
+	case *TableDriver:
+		m.d = d
+	case *AdvisoryDriver:
+		m.d = d
+	case ours:
+		m.d = &foreign{MutexDriver: d.(MutexDriver), ours: d}
+	default:
+		m.d = &foreign{MutexDriver: d, ours: theirs{}}
+	}
 	d.OnLost(m.lost)
 	return m, nil
 }
 
 // complete fills in the defaults and validates cfg.
 func (cfg *MutexConfig) complete() error {
-	orDefault(&cfg.TTL, 30*time.Second)
-	orDefault(&cfg.Renew, cfg.TTL/3)
-	orDefault(&cfg.Margin, cfg.TTL/10)
-	orDefault(&cfg.RetryMin, 10*time.Millisecond)
-	orDefault(&cfg.RetryMax, max(100*time.Millisecond, cfg.RetryMin))
+	cfg.TTL = cmp.Or(cfg.TTL, 30*time.Second)
+	cfg.Renew = cmp.Or(cfg.Renew, cfg.TTL/3)
+	cfg.Margin = cmp.Or(cfg.Margin, cfg.TTL/10)
+	cfg.RetryMin = cmp.Or(cfg.RetryMin, 10*time.Millisecond)
+	cfg.RetryMax = cmp.Or(cfg.RetryMax, max(100*time.Millisecond, cfg.RetryMin))
 	switch {
 	case cfg.Renew <= 0 || cfg.Renew > cfg.TTL/2:
-		return first(checkTTL(cfg.TTL), invalid("Renew %s is not between 0 and half of TTL %s", cfg.Renew, cfg.TTL))
+		return cmp.Or(checkTTL(cfg.TTL), invalid("Renew %s is not between 0 and half of TTL %s", cfg.Renew, cfg.TTL))
 	case cfg.Margin < 0 || cfg.Margin >= cfg.TTL-cfg.Renew:
-		return first(checkTTL(cfg.TTL), invalid("Margin %s leaves no time to renew: TTL %s, Renew %s", cfg.Margin, cfg.TTL, cfg.Renew))
+		return cmp.Or(checkTTL(cfg.TTL), invalid("Margin %s leaves no time to renew: TTL %s, Renew %s", cfg.Margin, cfg.TTL, cfg.Renew))
 	case cfg.RetryMin < 0 || cfg.RetryMax < cfg.RetryMin:
 		return invalid("RetryMin %s and RetryMax %s are not in order", cfg.RetryMin, cfg.RetryMax)
 	}
 	return checkTTL(cfg.TTL)
-}
-
-func orDefault(d *time.Duration, value time.Duration) {
-	if *d == 0 {
-		*d = value
-	}
 }
 
 // TryLock takes the lock if it is free, and returns an [ErrHeld] if not, also if
@@ -117,53 +172,51 @@ func (m *Mutex) TryLock(ctx context.Context, name string) (lock *Lock, err error
 	if err := m.check(ctx, name); err != nil {
 		return nil, err
 	}
-	p := m.lines.join(false, name)
-	if p == nil {
+	p, err := m.d.queue().try(ctx, m.d.queueName(name))
+	switch {
+	case err != nil:
+		return nil, wrap("lock "+name, err)
+	case p == nil:
 		return nil, m.busy(name)
 	}
-	defer func() {
-		if lock == nil { // Also if the driver panics.
-			m.lines.leave(p, name)
-		}
-	}()
-	return m.try(ctx, name, p)
+	return m.inTurn(p, name, func() (*Lock, error) { return m.try(ctx, name, p) })
 }
 
 // Lock takes the lock, and waits for it if it is held. If ctx ends the wait, see
 // [ErrAcquireTimeout]; nothing stays locked then.
 //
 // The context bounds the acquisition only, not how long the lock is held.
-func (m *Mutex) Lock(ctx context.Context, name string) (lock *Lock, err error) {
+func (m *Mutex) Lock(ctx context.Context, name string) (*Lock, error) {
 	if err := m.check(ctx, name); err != nil {
 		return nil, err
 	}
-	p := m.lines.join(true, name)
-	defer func() {
-		if lock == nil { // Also if the driver panics.
-			m.lines.leave(p, name)
-		}
-	}()
-	return contend(ctx, "lock "+name, &m.lines, p, m.busy(name), m.cfg.RetryMin, m.cfg.RetryMax, func() (*Lock, string, error) {
-		lock, err := m.try(ctx, name, p)
-		return lock, name, err
+	q, key := m.d.queue(), m.d.queueName(name)
+	p := q.join(key)
+	return m.inTurn(p, name, func() (*Lock, error) {
+		return contend(ctx, "lock "+name, q, p, m.busy(name), m.cfg.RetryMin, m.cfg.RetryMax, func() (*Lock, string, error) {
+			lock, err := m.try(ctx, name, p)
+			return lock, key, err
+		})
 	})
 }
+
+// inTurn calls do, and gives p up unless it returns a lock, which then has p.
+func (m *Mutex) inTurn(p *place, name string, do func() (*Lock, error)) (lock *Lock, err error) {
+	defer func() {
+		if lock == nil { // Also if the driver panics.
+			m.d.queue().leaveAfter(err, p, m.d.queueName(name))
+		}
+	}()
+	return do()
+}
+
+func (m *Mutex) leave(p *place, name string) { m.d.queue().leave(p, m.d.queueName(name)) }
 
 // busy is the error of a caller that is refused, or waits, because of another caller of
 // this process.
 func (m *Mutex) busy(name string) error {
-	held := &HeldError{What: mutexName(name)}
-	if d, ok := m.d.(interface{ owner() string }); ok {
-		held.Owner = d.owner()
-	}
-	return held
+	return &HeldError{What: mutexName(name), Owner: m.d.owner()}
 }
-
-// owner is the name of this process.
-func (d *TableDriver) owner() string { return d.c.Owner() }
-
-// owner is the name of this process.
-func (d *AdvisoryDriver) owner() string { return d.c.Owner() }
 
 // Do calls fn while it holds the lock, waiting for it as Lock does, and returns
 // what fn returns. fn's context ends with the cause [ErrLost] if the lock is lost
@@ -194,42 +247,40 @@ func (m *Mutex) check(ctx context.Context, name string) error {
 	return nil
 }
 
-// try asks the driver once, for the caller who is first in the line.
-func (m *Mutex) try(ctx context.Context, name string, p *place) (*Lock, error) {
+// try asks the driver once, for the caller whose turn it is.
+func (m *Mutex) try(ctx context.Context, name string, p *place) (_ *Lock, err error) {
+	l := &Lock{m: m, name: name, place: p, hold: newHold()}
 	m.mu.Lock()
-	p.lost = false
+	m.locks[name] = l // So that a loss is not missed between the grant and the answer.
 	m.mu.Unlock()
-	acquired, err := m.d.Acquire(ctx, name, m.cfg.TTL)
+	defer func() {
+		if l.keeper == nil { // Also if the driver panics.
+			m.forget(l)
+		}
+	}()
+	l.driver, err = m.d.take(ctx, name, m.cfg.TTL)
 	if err != nil {
 		return nil, err
 	}
-	ttl := m.cfg.TTL
-	if !m.d.Expiring() {
-		ttl = 0
-	}
-	l := &Lock{m: m, name: name, driver: acquired, place: p}
-	l.keeper = keep(acquired.Deadline, m.cfg.Renew, ttl, m.cfg.Margin, func(ctx context.Context) (bool, error) {
-		return m.d.Extend(ctx, acquired, m.cfg.TTL)
-	})
-	l.ended = context.AfterFunc(l.keeper.ctx, func() { m.drop(l) }) // Nobody waits for the Unlock of what is lost.
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if p.lost { // Between the grant and now.
-		l.keeper.end(ErrLost)
-		return l, nil
-	}
-	m.locks[name] = l
+	m.d.queue().answer(p)
+	l.keeper = m.d.keep(l.driver, l.hold, m.cfg)
+	l.ended = context.AfterFunc(l.ctx, func() { m.drop(l) }) // Nobody waits for the Unlock of what is lost.
 	return l, nil
 }
 
-// drop forgets a lock that is not held any more.
-func (m *Mutex) drop(l *Lock) {
+// forget makes a lock unknown to losses.
+func (m *Mutex) forget(l *Lock) {
 	m.mu.Lock()
+	defer m.mu.Unlock()
 	if m.locks[l.name] == l {
 		delete(m.locks, l.name)
 	}
-	m.mu.Unlock()
-	m.lines.leave(l.place, l.name)
+}
+
+// drop forgets a lock that is not held any more, and lets the next caller come.
+func (m *Mutex) drop(l *Lock) {
+	m.forget(l)
+	m.leave(l.place, l.name)
 }
 
 // lost is told by the driver that what held these locks has ended.
@@ -238,9 +289,7 @@ func (m *Mutex) lost(names []string) {
 	defer m.mu.Unlock()
 	for _, name := range names {
 		if l := m.locks[name]; l != nil {
-			l.keeper.end(ErrLost)
-		} else if p := m.lines.busy(name); p != nil {
-			p.lost = true
+			l.end(ErrLost)
 		}
 	}
 }
@@ -248,6 +297,7 @@ func (m *Mutex) lost(names []string) {
 // Lock is a lock that is held until Unlock, or until it is lost. Its methods are
 // safe for concurrent use.
 type Lock struct {
+	hold
 	m      *Mutex
 	name   string
 	driver DriverLock
@@ -269,16 +319,16 @@ func (l *Lock) Fence() int64 { return l.driver.Fence }
 // anyone else can have it, unless this process was suspended: see [Lock.Guard]. In
 // advisory mode the loss of the session is noticed within Renew and
 // [Config.Timeout], and others may be faster.
-func (l *Lock) Done() <-chan struct{} { return l.keeper.ctx.Done() }
+func (l *Lock) Done() <-chan struct{} { return l.ctx.Done() }
 
 // Err is nil while the lock is held and after Unlock, and [ErrLost] once it is
 // lost.
-func (l *Lock) Err() error { return l.keeper.err() }
+func (l *Lock) Err() error { return l.err() }
 
 // Context is a child of parent that also ends when the lock is lost, with the
 // cause [ErrLost], or unlocked.
 func (l *Lock) Context(parent context.Context) (context.Context, context.CancelFunc) {
-	return l.keeper.context(parent)
+	return l.context(parent)
 }
 
 // Unlock gives the lock up and returns [ErrLost] if it was lost before. It goes
@@ -303,13 +353,7 @@ func (l *Lock) Unlock(ctx context.Context) error {
 // token, and keeps it so until tx ends: see [LeaseStore.Guard]. In advisory mode it is
 // [errors.ErrUnsupported].
 func (l *Lock) Guard(ctx context.Context, tx DBTX) error {
-	d, ok := l.m.d.(interface {
-		guard(context.Context, DBTX, DriverLock) error
-	})
-	if !ok {
-		return wrap("guard "+mutexName(l.name), errors.ErrUnsupported)
-	}
-	return wrap("guard "+mutexName(l.name), d.guard(ctx, tx, l.driver))
+	return wrap("guard "+mutexName(l.name), l.m.d.guard(ctx, tx, l.driver))
 }
 
 func mutexName(name string) string { return "mutex " + name }

@@ -1,6 +1,7 @@
 package coord
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"database/sql"
@@ -30,29 +31,35 @@ import (
 // CockroachDB, whose advisory functions do nothing. To tell a pooler it uses a
 // second connection of the pool for a moment when it opens its session.
 type AdvisoryDriver struct {
+	*life
 	c         *Coord
 	prefix    string
 	session   *session
 	listeners listeners
 
-	mu       sync.Mutex // guards what follows, and every sessionLock
-	closed   bool
-	dead     int64                   // the last session that has ended; sessions count up
-	claims   int64                   // the id of the last claim
-	held     map[string]*sessionLock // by name
-	owed     []*sessionLock          // those that are given up and not yet released on the server
-	flushing bool                    // a goroutine sends what is owed
-	probed   time.Time               // when the last probe that was answered was sent
+	mu       sync.Mutex // guards what follows, and every claim
+	dead     int64      // the last session that has ended; sessions count up
+	count    int64      // the id of the last claim
+	claims   map[string]*claim
+	pending  []*claim  // to be sent: those that are asked for, and those that were given up
+	flushing bool      // a goroutine sends what was given up
+	probed   time.Time // when the last statement that was answered was sent
 }
 
-// sessionLock is one claim to a name, from before the server is asked until the server has
-// released it or its session has ended.
-type sessionLock struct {
+// claim is a name from before the server is asked for it until the server has released it or
+// its session has ended. So the server, whose session locks are re-entrant, is never asked
+// for a name that this driver has.
+type claim struct {
 	name    string
 	id      int64 // DriverLock.session: a later claim to the name has another one
-	session int64 // the session that holds it; 0 while it is requested
+	session int64 // the session that was asked, and holds it if asked is false; 0: none
+	asked   bool  // no answer to the request yet
 	owed    bool  // given up
 	freed   bool  // released on the server; false again once a Release has reported it
+	err     error // of the request alone: the session is as it was before
+
+	answered context.Context // ends with the answer to the request, or to the release
+	answer   context.CancelFunc
 }
 
 // advisorySQL are the statements of advisory locks.
@@ -60,17 +67,14 @@ type advisorySQL struct {
 	supported bool
 	identify  string // () row of (the session's mark, whether advisory locks do something)
 	mark      string // (mark) row of (mark)
-	lock      string // (key, mark) row of (granted, or null in another session)
-	unlock    string // (key, mark) row of (whether it was held, or null in another session)
-	unlockAll string // (keys json, mark) row of (whether all were held, or null in another session)
+	exchange  string // (requests json of [key, lock or unlock], mark) rows of (place in the list, answer, or null in another session)
 	lockTx    string // (key) row of (whether advisory locks do something), once granted
 	tryLockTx string // (key) row of (whether advisory locks do something, granted)
 }
 
 func (s *advisorySQL) load(c *Coord) error {
 	_, ok, err := load(c.dialect, c.names, "advisory.sql",
-		section{"identify", &s.identify}, section{"mark", &s.mark}, section{"lock", &s.lock}, section{"unlock", &s.unlock},
-		section{"unlock_all", &s.unlockAll},
+		section{"identify", &s.identify}, section{"mark", &s.mark}, section{"exchange", &s.exchange},
 		section{"lock_tx", &s.lockTx}, section{"try_lock_tx", &s.tryLockTx})
 	s.supported = ok
 	return err
@@ -87,25 +91,27 @@ func AdvisoryKey(name string) int64 {
 
 // AdvisoryDriver returns a driver on advisory locks. It does no I/O. It returns
 // [errors.ErrUnsupported] on engines that have none, and [ErrInvalid] on a pool
-// that is limited to one connection, which it would keep for itself.
+// of which it would keep the last connection: it needs one for each driver, and another.
 func (c *Coord) AdvisoryDriver(cfg DriverConfig) (*AdvisoryDriver, error) {
-	d := &AdvisoryDriver{
-		c: c, prefix: cfg.Prefix, session: newSession(c), held: map[string]*sessionLock{},
-	}
-	d.session.ended = d.sessionEnded
+	d := &AdvisoryDriver{life: newLife(c.life), c: c, prefix: cfg.Prefix, claims: map[string]*claim{}}
 	err := checkOptional("Prefix", cfg.Prefix)
 	switch {
 	case err != nil:
 	case !c.advisory.supported:
 		err = c.unsupported()
-	case c.db.Stats().MaxOpenConnections == 1:
-		err = invalid("the pool is limited to one connection, which the driver would keep: allow two or more")
+	case !c.canPin():
+		err = invalid("the pool is limited to %d connections, and the driver would keep the last that is not kept yet: allow one more", c.db.Stats().MaxOpenConnections)
 	default:
-		err = c.own(d)
+		err = c.own(d.life, d.close)
+	}
+	if err == nil {
+		d.session, err = newSession(c, d.life)
 	}
 	if err != nil {
 		return nil, wrap("advisory driver", err)
 	}
+	d.session.ended = d.sessionEnded
+	c.pins.Add(1)
 	return d, nil
 }
 
@@ -117,112 +123,143 @@ func (d *AdvisoryDriver) Acquire(ctx context.Context, name string, ttl time.Dura
 	if err := d.check(name); err != nil {
 		return DriverLock{}, wrap("lock", err)
 	}
-	ctx, done, err := d.c.begin(ctx)
+	ctx, done, err := d.admit(ctx)
 	if err != nil {
 		return DriverLock{}, wrap("lock "+name, err)
 	}
 	defer done()
-	// Session locks are re-entrant, so the server would grant it to us again.
 	h, err := d.claim(name)
-	if err != nil || h == nil {
-		return DriverLock{}, first(wrap("lock "+name, err), &HeldError{What: mutexName(name)})
-	}
-	session, err := d.request(ctx, name)
-	if err == nil && session == 0 {
-		d.unclaim(h)
-		return DriverLock{}, &HeldError{What: mutexName(name)}
-	}
-	if err == nil && !d.grant(h, session) {
-		err = errors.New("the session ended as it was granted")
-	}
 	if err != nil {
-		d.unclaim(h)
 		return DriverLock{}, wrap("lock "+name, err)
 	}
-	return DriverLock{Name: name, session: h.id}, nil
-}
-
-// request asks the server for a lock, and returns the session that was granted it, or
-// 0. A session that was idle may have been ended by the server long ago, which only the
-// next statement on it finds out: the request is then made again on a new session.
-func (d *AdvisoryDriver) request(ctx context.Context, name string) (int64, error) {
-	got, reused, err := d.requestOnce(ctx, name)
-	if reused && ctx.Err() == nil && d.disconnected(err) {
-		got, _, err = d.requestOnce(ctx, name)
+	if h == nil {
+		return DriverLock{}, &HeldError{What: mutexName(name)}
 	}
-	return got.session, first(err, got.failure)
+	reused, err := d.send(ctx, h)
+	if reused && ctx.Err() == nil && !errors.As(err, new(doubt)) && d.c.classify(err) == FailureConnection {
+		// A session that was idle may have been ended by the server long ago, which only the
+		// next statement on it finds out.
+		_, err = d.send(ctx, h)
+	}
+	lock, held, err := d.result(h, err)
+	rethrow(err)
+	return granted("lock "+name, lock, held, err)
 }
 
-// disconnected reports whether an operation failed because its connection did.
-func (d *AdvisoryDriver) disconnected(err error) bool {
-	return !errors.As(err, new(doubt)) && d.c.classify(err) == FailureConnection
-}
-
-// answer is the server's answer to a request for a lock.
-type answer struct {
-	session int64 // the session that holds the lock, or 0
-	failure error // of the request alone: the session is as it was before
-	notSent bool  // the request is not sent yet, since other work took the time
-}
-
-// requestOnce makes a request without repeating it. If it failed, it also reports whether
-// the session was opened by an earlier operation.
-func (d *AdvisoryDriver) requestOnce(
-	ctx context.Context, name string,
-) (got answer, reused bool, err error) {
+// send has a turn on the session, and sends what is pending, h among it. It returns early
+// when h was answered in another's turn. It also reports whether it failed on a session that
+// had been used before.
+func (d *AdvisoryDriver) send(ctx context.Context, h *claim) (reused bool, err error) {
+	waiting, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(h.answered, cancel)()
 	var used atomic.Bool // The function may outlive onSession.
-	got.notSent = true
-	for flush := true; err == nil && got.notSent; flush = false {
-		got, err = onSession(ctx, d.session, func(ctx context.Context, conn *pinned) (answer, error) {
-			used.Store(conn.mark != "")
-			sent := time.Now()
-			if err := d.ready(ctx, conn, flush); err != nil {
-				return answer{}, err
-			}
-			if flush && used.Load() && time.Since(sent) > d.c.cfg.Timeout/4 {
-				// Timeout bounds the whole turn: on a slow server, two statements in one
-				// turn would end the session.
-				return answer{notSent: true}, nil
-			}
-			return d.lock(ctx, conn, name)
-		})
+	_, err = onSession(waiting, d.session, 0, func(ctx context.Context, conn *pinned) (struct{}, error) {
+		used.Store(conn.mark != "")
+		return struct{}{}, d.exchange(ctx, conn)
+	})
+	if err != nil && d.inFlight(h) { // In another's turn: as in its own, the answer is waited for.
+		select {
+		case <-h.answered.Done():
+		case <-time.After(d.c.cfg.Timeout):
+		}
 	}
-	return got, err != nil && used.Load(), err
+	if h.answered.Err() != nil {
+		return false, nil
+	}
+	return used.Load(), err
 }
 
-// ready makes the session fit for a request.
-func (d *AdvisoryDriver) ready(ctx context.Context, conn *pinned, flush bool) error {
+// exchange sends what is pending, by one statement, and hands out the answers. It makes the
+// session fit for that first.
+func (d *AdvisoryDriver) exchange(ctx context.Context, conn *pinned) error {
 	if conn.mark == "" {
 		if err := d.meet(ctx, conn); err != nil {
 			return doubt{err}
 		}
 	}
-	if flush {
-		return d.flush(ctx, conn)
+	batch := d.collect(conn.serial)
+	if len(batch) == 0 {
+		return nil
 	}
-	return nil
-}
-
-// lock requests a lock on the session.
-func (d *AdvisoryDriver) lock(ctx context.Context, conn *pinned, name string) (answer, error) {
-	granted, err := d.ask(ctx, conn, d.c.advisory.lock, d.key(name))
+	sent := time.Now()
+	yes, err := d.request(ctx, conn, batch, false)
 	switch {
 	case d.refused(err):
-		if _, unsettled := d.ask(ctx, conn, d.c.advisory.unlock, d.key(name)); unsettled != nil {
-			return answer{}, doubt{errors.Join(err, unsettled)}
+		// It may have done all, some or nothing: any answer to unlocking all leaves nothing.
+		if _, unsettled := d.request(ctx, conn, batch, true); unsettled != nil {
+			return doubt{errors.Join(err, unsettled)}
 		}
-		return answer{failure: err}, nil
-	case err != nil || !granted:
-		return answer{}, err
+	case err != nil:
+		return err
 	}
-	return answer{session: conn.serial}, nil
+	return d.hand(conn.serial, batch, yes, err, sent)
+}
+
+// request sends one statement for a batch and returns the answers, having made sure that the
+// session is the driver's own. After an error that refused accepts it is unknown what the
+// statement did; after any other error the session must end.
+func (d *AdvisoryDriver) request(ctx context.Context, conn *pinned, batch []*claim, unlock bool) ([]bool, error) {
+	list, yes := make([][2]any, len(batch)), make([]bool, len(batch))
+	d.mu.Lock()
+	for i, h := range batch {
+		list[i] = [2]any{AdvisoryKey(d.prefix + h.name), h.asked && !unlock}
+	}
+	d.mu.Unlock()
+	var place int64
+	var answer sql.NullBool
+	err := conn.each(ctx, d.c.advisory.exchange, []any{jsonList(list), conn.mark}, func(row func(...any) error) error {
+		if err := row(&place, &answer); err != nil {
+			return err
+		}
+		if !answer.Valid {
+			return errPooler
+		}
+		yes[place-1] = answer.Bool
+		return nil
+	})
+	if err = betrayed(err); errors.Is(err, errPooler) {
+		err = doubt{err}
+	}
+	return yes, err
+}
+
+// hand hands out the answers to a batch, or the failure of a statement that left nothing of
+// it. A lock that was granted to a caller who has left is given up.
+func (d *AdvisoryDriver) hand(session int64, batch []*claim, yes []bool, failure error, sent time.Time) (err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if session <= d.dead {
+		return nil // The statement was abandoned.
+	}
+	d.probed = sent
+	for i, h := range batch {
+		switch ok := failure == nil && yes[i]; {
+		case h.asked && ok:
+			if h.asked = false; h.owed {
+				d.pending = append(d.pending, h)
+				d.flushLater()
+			}
+		case h.asked:
+			h.session, h.err = 0, failure
+			d.forget(h)
+		case failure == nil && !ok:
+			err = doubt{errors.New("the session did not hold it, and is discarded")}
+			continue
+		default:
+			h.freed = true
+			d.forget(h)
+		}
+		h.answer()
+	}
+	return err
 }
 
 // Extend reports whether the session that holds the lock is alive, by asking the
 // server. ttl is not used. A lock that was given up is not held.
 func (d *AdvisoryDriver) Extend(ctx context.Context, lock DriverLock, ttl time.Duration) (bool, error) {
 	called := time.Now()
-	ctx, done, err := d.c.begin(ctx)
+	ctx, done, err := d.admit(ctx)
 	if err != nil {
 		return false, wrap("probe lock "+lock.Name, err)
 	}
@@ -231,33 +268,42 @@ func (d *AdvisoryDriver) Extend(ctx context.Context, lock DriverLock, ttl time.D
 	if session == 0 {
 		return false, nil
 	}
-	_, err = onSession(ctx, d.session, func(ctx context.Context, conn *pinned) (struct{}, error) {
+	_, err = onSession(ctx, d.session, 0, func(ctx context.Context, conn *pinned) (struct{}, error) {
 		if conn.serial != session {
 			return struct{}{}, nil
 		}
-		return struct{}{}, first(d.flush(ctx, conn), d.probe(ctx, conn, called))
+		if err := d.exchange(ctx, conn); err != nil {
+			return struct{}{}, err
+		}
+		return struct{}{}, d.probe(ctx, conn, called)
 	})
+	rethrow(err)
 	return err == nil && d.holder(lock) != 0, wrap("probe lock "+lock.Name, err)
 }
 
 // probe asks the server once whether the session is still ours, and once more if that
-// statement failed and the connection did not. It sends nothing if the session was
-// probed since called, for another lock.
+// statement failed and the connection did not. It sends nothing if the session has answered
+// since called, for another lock.
 func (d *AdvisoryDriver) probe(ctx context.Context, conn *pinned, called time.Time) error {
-	if d.probedSince(called) {
+	d.mu.Lock()
+	probed := d.probed
+	d.mu.Unlock()
+	if probed.After(called) {
 		return nil
 	}
 	sent := time.Now()
-	err := d.expect(ctx, conn, conn.mark)
+	err := d.expect(ctx, conn.on, conn.mark)
 	if d.refused(err) {
 		sent = time.Now()
-		if unsettled := d.expect(ctx, conn, conn.mark); unsettled != nil {
+		if unsettled := d.expect(ctx, conn.on, conn.mark); unsettled != nil {
 			return doubt{errors.Join(err, unsettled)}
 		}
 		err = nil
 	}
 	if err == nil {
-		d.probedAt(sent)
+		d.mu.Lock()
+		d.probed = sent
+		d.mu.Unlock()
 	}
 	return err
 }
@@ -269,7 +315,7 @@ func (d *AdvisoryDriver) probe(ctx context.Context, conn *pinned, called time.Ti
 func (d *AdvisoryDriver) Release(ctx context.Context, lock DriverLock) (bool, error) {
 	ctx, cancel := d.c.detach(ctx)
 	defer cancel()
-	ctx, done, err := d.c.begin(ctx)
+	ctx, done, err := d.admit(ctx)
 	if err != nil {
 		return false, wrap("release lock "+lock.Name, err)
 	}
@@ -278,96 +324,68 @@ func (d *AdvisoryDriver) Release(ctx context.Context, lock DriverLock) (bool, er
 	if h == nil {
 		return false, nil
 	}
-	_, err = onSession(ctx, d.session, d.pay)
-	if d.credit(h) { // Perhaps another operation has released it, while this one was in the queue.
+	_, err = d.send(ctx, h)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.flushLater()
+	rethrow(err)
+	if h.freed { // Of several callers one is told.
+		h.freed = false
 		return true, nil
-	}
-	if err != nil {
-		d.flushLater()
 	}
 	return false, wrap("release lock "+lock.Name, err)
 }
 
-// pay is flush as an operation of its own.
-func (d *AdvisoryDriver) pay(ctx context.Context, conn *pinned) (struct{}, error) {
-	return struct{}{}, d.flush(ctx, conn)
-}
-
-// flush releases on the server what was given up. Every operation on the session does
-// this first, so that releases never wait for each other: what has queued for the
-// session goes in one statement.
-func (d *AdvisoryDriver) flush(ctx context.Context, conn *pinned) error {
-	owed := d.owedBy(conn.serial)
-	if len(owed) == 0 {
-		return nil
-	}
-	text, arg := d.c.advisory.unlock, d.key(owed[0].name)
-	if len(owed) > 1 {
-		keys := make([]int64, len(owed))
-		for i, h := range owed {
-			keys[i] = AdvisoryKey(d.prefix + h.name)
-		}
-		text, arg = d.c.advisory.unlockAll, jsonList(keys)
-	}
-	sent := time.Now()
-	were, err := d.ask(ctx, conn, text, arg)
-	switch {
-	case d.refused(err):
-		// It may have released all, some or none of them: any answer to the same again
-		// leaves none.
-		if _, unsettled := d.ask(ctx, conn, text, arg); unsettled != nil {
-			return doubt{errors.Join(err, unsettled)}
-		}
-	case err != nil:
-		return err
-	case !were:
-		return doubt{errors.New("the session did not hold it, and is discarded")}
-	}
-	d.free(owed)
-	d.probedAt(sent) // It was answered by the session that is ours.
-	return nil
-}
-
-// flushLater sends in the background what is owed. It ends when nothing is owed any
-// more: each operation that it waits for does the same first, takes no longer than
-// [Config.Timeout], and ends the session, and all that is owed with it, if it fails at
-// that. When the driver is closed, its session ends. It must be called during an
-// operation.
+// flushLater sends in the background what was given up and is still pending. It ends when
+// nothing of that is left: each turn that it waits for does the same first, takes no longer
+// than [Config.Timeout], and ends the session, and all that is owed with it, if it fails at
+// that. When the driver is closed, its session ends. It must be called during an operation,
+// with d.mu held.
 func (d *AdvisoryDriver) flushLater() {
-	d.mu.Lock()
-	defer d.mu.Unlock()
 	if d.flushing || !d.indebted() {
 		return
 	}
 	d.flushing = true
-	d.c.busy.Go(func() {
+	d.busy.Go(func() {
 		for attempt := 1; ; attempt++ {
-			_, err := onSession(d.c.life, d.session, d.pay)
+			_, err := onSession(d.ctx, d.session, 0, func(ctx context.Context, conn *pinned) (struct{}, error) {
+				return struct{}{}, d.exchange(ctx, conn)
+			})
 			if err != nil && !errors.Is(err, ErrClosed) {
 				d.c.cfg.Logger.Warn("coord: a release of advisory locks failed: it is repeated unless their session has ended", "error", err)
 			}
-			if d.flushed() {
+			d.mu.Lock()
+			d.flushing = d.indebted()
+			again := d.flushing
+			d.mu.Unlock()
+			if !again {
 				return
 			}
-			select {
-			case <-d.c.life.Done():
-			case <-time.After(backoff(attempt, 10*time.Millisecond, time.Second)):
-			}
+			_ = after(d.ctx, backoff(attempt, 10*time.Millisecond, time.Second))
 		}
 	})
 }
 
-// flushed reports whether flushLater is done.
-func (d *AdvisoryDriver) flushed() bool {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	d.flushing = d.indebted()
-	return !d.flushing
+// indebted reports whether something that was given up is left to send. d.mu must be held.
+func (d *AdvisoryDriver) indebted() bool {
+	return d.over() == nil && slices.ContainsFunc(d.pending, func(h *claim) bool { return h.owed })
 }
 
-// indebted reports whether something is left to flush. d.mu must be held.
-func (d *AdvisoryDriver) indebted() bool {
-	return len(d.owed) > 0 && !d.closed && d.c.life.Err() == nil
+func (d *AdvisoryDriver) queue() *queue                { return &d.c.queue }
+func (d *AdvisoryDriver) queueName(name string) string { return "advisory " + d.prefix + name }
+func (d *AdvisoryDriver) owner() string                { return d.c.Owner() }
+func (d *AdvisoryDriver) timeout() time.Duration       { return d.c.cfg.Timeout }
+
+func (d *AdvisoryDriver) take(ctx context.Context, name string, ttl time.Duration) (DriverLock, error) {
+	return d.Acquire(ctx, name, ttl)
+}
+
+func (d *AdvisoryDriver) keep(lock DriverLock, h hold, cfg MutexConfig) *keeper {
+	return keepByExtend(d, lock, h, cfg)
+}
+
+func (d *AdvisoryDriver) guard(context.Context, DBTX, DriverLock) error {
+	return errors.ErrUnsupported
 }
 
 // Expiring is false.
@@ -380,68 +398,29 @@ func (d *AdvisoryDriver) OnLost(fn func(names []string)) { d.listeners.add(fn) }
 // Close ends the driver's session, and with it every lock that is held: they are
 // reported as lost. It may be called again.
 func (d *AdvisoryDriver) Close() error {
-	_, done, err := d.c.begin(context.Background())
-	if err != nil {
-		return nil // Close of the Coord does it.
-	}
-	defer done()
-	d.end()
-	d.c.disown(d)
+	d.close()
 	return nil
 }
 
-func (d *AdvisoryDriver) end() {
-	d.mu.Lock()
-	again := d.closed
-	d.closed = true
-	d.mu.Unlock()
-	if !again {
-		d.session.close()
-	}
-}
-
-// ask runs a statement on the keys of locks and returns its answer, having made sure
-// that the session is the driver's own. After an error that refused accepts it is
-// unknown what the statement did; after any other error the session must end.
-func (d *AdvisoryDriver) ask(ctx context.Context, conn *pinned, text string, keys any) (yes bool, err error) {
-	var answer sql.NullBool
-	rows, err := conn.query(ctx, text, keys, conn.mark)
-	err = betrayed(scanRows(rows, err, func() error { return rows.Scan(&answer) }))
-	switch {
-	case errors.Is(err, errPooler):
-		return false, doubt{err}
-	case err != nil:
-		return false, err
-	case !answer.Valid:
-		return false, doubt{errPooler}
-	}
-	return answer.Bool, nil
-}
+func (d *AdvisoryDriver) close() { d.end(func() { d.endParts(); d.busy.Wait(); d.c.pins.Add(-1) }) }
 
 // refused reports whether err is the server's word on a statement, after which the
 // connection may still be of use. Whether it is, settling shows. The dialect judges more
 // strictly, for connections whose loss costs nothing.
 func (d *AdvisoryDriver) refused(err error) bool {
-	var server interface{ SQLState() string }
-	if err == nil || errors.As(err, new(doubt)) || !errors.As(err, &server) {
-		return false
-	}
-	state := server.SQLState()
-	return !strings.HasPrefix(state, "08") && !strings.HasPrefix(state, "57P") && state != "25P03"
+	state := sqlState(err)
+	return state != "" && !errors.As(err, new(doubt)) && !strings.HasPrefix(state, "08") && !strings.HasPrefix(state, "57P") && state != "25P03"
 }
-
-// key is the key of a lock as it is sent.
-func (d *AdvisoryDriver) key(name string) any { return AdvisoryKey(d.prefix + name) }
 
 // meet marks a fresh session and makes sure that it stays ours: a pooler in
 // transaction mode gives a transaction on a second connection the session that we
 // have just marked, or us another one meanwhile or afterwards.
 func (d *AdvisoryDriver) meet(ctx context.Context, conn *pinned) error {
-	if err := d.expect(ctx, conn, ""); err != nil {
+	if err := d.expect(ctx, conn.on, ""); err != nil {
 		return err
 	}
 	mark := strconv.FormatUint(rand.Uint64(), 36)
-	if err := conn.QueryRowContext(ctx, d.c.advisory.mark, mark).Scan(&mark); err != nil {
+	if err := conn.on.QueryRowContext(ctx, d.c.advisory.mark, mark).Scan(&mark); err != nil {
 		return betrayed(err)
 	}
 	tx, err := d.c.db.BeginTx(ctx, nil)
@@ -449,12 +428,12 @@ func (d *AdvisoryDriver) meet(ctx context.Context, conn *pinned) error {
 		return fmt.Errorf("a second connection of the pool, to tell a pooler by: %w", err)
 	}
 	defer tx.Rollback()
-	if err := first(d.expect(ctx, tx, ""), d.expect(ctx, conn, mark)); err != nil {
+	if err := cmp.Or(d.expect(ctx, tx, ""), d.expect(ctx, conn.on, mark)); err != nil {
 		return err
 	}
 	tx.Rollback()
 	for range 3 { // Servers that take turns.
-		if err := d.expect(ctx, conn, mark); err != nil {
+		if err := d.expect(ctx, conn.on, mark); err != nil {
 			return err
 		}
 	}
@@ -482,8 +461,7 @@ func (d *AdvisoryDriver) expect(ctx context.Context, on DBTX, mark string) error
 // betrayed sees a pooler in the server's error that a prepared statement is not
 // there, or already is.
 func betrayed(err error) error {
-	var server interface{ SQLState() string }
-	if errors.As(err, &server) && slices.Contains([]string{"26000", "42P05", "08P01"}, server.SQLState()) {
+	if slices.Contains([]string{"26000", "42P05", "08P01"}, sqlState(err)) {
 		return fmt.Errorf("%w: %w", errPooler, err)
 	}
 	return err
@@ -495,53 +473,84 @@ var errPooler = fmt.Errorf("the session is not ours alone, as through a pooler s
 	"use a TableDriver, or connect to Postgres directly", errors.ErrUnsupported)
 
 func (d *AdvisoryDriver) check(name string) error {
-	return first(checkText("name", name), checkOptional("prefix and name", d.prefix+name))
+	return cmp.Or(checkText("name", name), checkOptional("prefix and name", d.prefix+name))
 }
 
-// claim keeps a name for one caller before the server is asked. It returns nil if
-// another has it.
-func (d *AdvisoryDriver) claim(name string) (*sessionLock, error) {
+// claim keeps a name for one caller and makes it pending. It returns nil if another has it.
+func (d *AdvisoryDriver) claim(name string) (*claim, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.closed {
+	if d.over() != nil {
 		return nil, ErrClosed
 	}
-	if d.held[name] != nil {
+	if d.claims[name] != nil {
 		return nil, nil
 	}
-	d.claims++
-	h := &sessionLock{name: name, id: d.claims}
-	d.held[name] = h
+	d.count++
+	h := &claim{name: name, id: d.count, asked: true}
+	d.claims[name] = h
+	d.enqueue(h)
 	return h, nil
 }
 
-func (d *AdvisoryDriver) unclaim(h *sessionLock) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	d.forget(h)
+// enqueue makes h pending. d.mu must be held.
+func (d *AdvisoryDriver) enqueue(h *claim) {
+	h.answered, h.answer = context.WithCancel(context.Background())
+	d.pending = append(d.pending, h)
 }
 
-// forget makes the name free, if it is still this hold's. d.mu must be held.
-func (d *AdvisoryDriver) forget(h *sessionLock) {
-	if d.held[h.name] == h {
-		delete(d.held, h.name)
+// collect takes out what is pending and can be sent on a session.
+func (d *AdvisoryDriver) collect(session int64) (batch []*claim) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.pending = slices.DeleteFunc(d.pending, func(h *claim) bool {
+		mine := h.asked || h.session == session
+		if mine {
+			h.session = session
+			batch = append(batch, h)
+		}
+		return mine
+	})
+	return batch
+}
+
+// result returns what became of a request that the caller does not wait for any more. What is
+// in flight will be given up if it is granted.
+func (d *AdvisoryDriver) result(h *claim, err error) (lock DriverLock, held *HeldError, _ error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	answered := h.answered.Err() != nil
+	switch {
+	case answered && !h.asked && d.claims[h.name] == h:
+		return DriverLock{Name: h.name, session: h.id}, nil, nil
+	case answered && h.asked && h.err == nil:
+		return lock, &HeldError{What: mutexName(h.name)}, nil
+	case !answered && h.asked && h.session > 0:
+		h.owed = true
+	default:
+		d.pending = slices.DeleteFunc(d.pending, func(p *claim) bool { return p == h })
+		d.forget(h)
+	}
+	return lock, nil, cmp.Or(h.err, err, errors.New("the session ended as it was granted"))
+}
+
+// forget makes the name free, if it is still this claim's. d.mu must be held.
+func (d *AdvisoryDriver) forget(h *claim) {
+	if d.claims[h.name] == h {
+		delete(d.claims, h.name)
 	}
 }
 
-// grant notes that a session holds a name, unless that session has ended meanwhile.
-func (d *AdvisoryDriver) grant(h *sessionLock, session int64) bool {
+// inFlight reports whether a statement asks for h at this moment.
+func (d *AdvisoryDriver) inFlight(h *claim) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if session <= d.dead {
-		return false
-	}
-	h.session = session
-	return true
+	return h.asked && h.session > 0 && h.answered.Err() == nil
 }
 
-// find returns the hold of a lock that was granted, or nil. d.mu must be held.
-func (d *AdvisoryDriver) find(lock DriverLock) *sessionLock {
-	if h := d.held[lock.Name]; h != nil && h.id == lock.session && h.session > 0 {
+// find returns the claim of a lock that was granted, or nil. d.mu must be held.
+func (d *AdvisoryDriver) find(lock DriverLock) *claim {
+	if h := d.claims[lock.Name]; h != nil && h.id == lock.session && !h.asked {
 		return h
 	}
 	return nil
@@ -557,75 +566,39 @@ func (d *AdvisoryDriver) holder(lock DriverLock) int64 {
 	return 0
 }
 
-// giveUp returns the hold of a lock and makes it owed, or returns nil.
-func (d *AdvisoryDriver) giveUp(lock DriverLock) *sessionLock {
+// giveUp returns the claim of a lock and makes it owed, or returns nil.
+func (d *AdvisoryDriver) giveUp(lock DriverLock) *claim {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	h := d.find(lock)
 	if h != nil && !h.owed {
 		h.owed = true
-		d.owed = append(d.owed, h)
+		d.enqueue(h)
 	}
 	return h
 }
 
-// owedBy returns what a session has to release.
-func (d *AdvisoryDriver) owedBy(session int64) (owed []*sessionLock) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	for _, h := range d.owed {
-		if h.session == session {
-			owed = append(owed, h)
-		}
-	}
-	return owed
-}
-
-// free notes that the server has released what was owed.
-func (d *AdvisoryDriver) free(released []*sessionLock) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	for _, h := range released {
-		h.freed = d.held[h.name] == h // Not if the session has ended meanwhile, and was reported as lost.
-		d.forget(h)
-	}
-	d.owed = slices.DeleteFunc(d.owed, func(h *sessionLock) bool { return h.freed })
-}
-
-// credit reports, once, that a hold was released.
-func (d *AdvisoryDriver) credit(h *sessionLock) bool {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	freed := h.freed
-	h.freed = false
-	return freed
-}
-
-func (d *AdvisoryDriver) probedAt(sent time.Time) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	d.probed = sent
-}
-
-func (d *AdvisoryDriver) probedSince(t time.Time) bool {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	return d.probed.After(t)
-}
-
-// sessionEnded forgets what a session held, and tells the listeners. No other session
-// can be granted these names before it returns: the session's turn is still taken.
+// sessionEnded forgets what a session held, and tells the listeners. What it was asked for is
+// pending again. No other session can be granted these names before it returns: the session's
+// turn is still taken.
 func (d *AdvisoryDriver) sessionEnded(session int64) {
 	d.mu.Lock()
 	d.dead = session
 	var names []string
-	for name, h := range d.held {
-		if h.session == session {
-			names = append(names, name)
-			delete(d.held, name)
+	for name, h := range d.claims {
+		switch {
+		case h.session != session:
+		case h.asked && !h.owed:
+			h.session = 0
+			d.pending = append(d.pending, h)
+		default:
+			if !h.asked {
+				names = append(names, name)
+			}
+			delete(d.claims, name)
 		}
 	}
-	d.owed = slices.DeleteFunc(d.owed, func(h *sessionLock) bool { return h.session == session })
+	d.pending = slices.DeleteFunc(d.pending, func(h *claim) bool { return h.owed && h.session == session })
 	d.mu.Unlock()
 	d.listeners.tell(names)
 }
@@ -642,7 +615,7 @@ func (c *Coord) LockTx(ctx context.Context, tx DBTX, name string) error {
 	}
 	var works bool
 	var void string
-	if failure := c.inTx(ctx, tx, c.advisory.lockTx, []any{AdvisoryKey(name)}, &works, &void); failure != nil {
+	if _, failure := c.within(tx).row(ctx, c.advisory.lockTx, []any{AdvisoryKey(name)}, &works, &void); failure != nil {
 		return waited(ctx, "lock "+name, err, wrap("lock "+name, failure))
 	}
 	return nil
@@ -651,18 +624,18 @@ func (c *Coord) LockTx(ctx context.Context, tx DBTX, name string) error {
 // TryLockTx takes an advisory lock that lasts until tx ends, and returns an
 // [ErrHeld] if it is not free; see [Coord.LockTx].
 func (c *Coord) TryLockTx(ctx context.Context, tx DBTX, name string) error {
-	err := first(checkText("name", name), checkTx(tx))
+	err := cmp.Or(checkText("name", name), checkTx(tx))
 	switch {
 	case err != nil:
 	case !c.advisory.supported:
 		err = c.unsupported()
-	case c.life.Err() != nil:
+	case c.over() != nil:
 		err = ErrClosed
 	case ctx.Err() != nil:
 		err = ended(ctx)
 	default:
 		var works, granted bool
-		err = c.inTx(ctx, tx, c.advisory.tryLockTx, []any{AdvisoryKey(name)}, &works, &granted)
+		_, err = c.within(tx).row(ctx, c.advisory.tryLockTx, []any{AdvisoryKey(name)}, &works, &granted)
 		switch {
 		case err == nil && !works:
 			err = errCockroach

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"sync"
 	"testing"
@@ -32,6 +33,12 @@ func (s *advisoryServer) setFault(f func(statement) fault) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.fault = f
+}
+
+func (s *advisoryServer) setLatency(d time.Duration) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.latency = d
 }
 
 // fault is what goes wrong with a statement.
@@ -116,11 +123,65 @@ func (s *advisoryServer) run(texts *advisorySQL, st statement) (driver.Rows, err
 	if f.err != nil && !f.done {
 		return nil, f.err
 	}
-	row := oneRow(s.effect(texts, st))
+	var rows driver.Rows
+	if st.text == texts.exchange {
+		rows = s.exchange(st)
+	} else {
+		row := oneRow(s.effect(texts, st))
+		rows = advisoryRow{&row, len(row)}
+	}
 	if f.err != nil {
 		return nil, f.err
 	}
-	return advisoryRow{&row, len(row)}, nil
+	return rows, nil
+}
+
+// request is what one name is asked for.
+type request struct {
+	key  int64
+	lock bool
+}
+
+// requestsOf are the requests of a statement.
+func requestsOf(st statement) (all []request) {
+	var list [][2]json.RawMessage
+	err := json.Unmarshal([]byte(st.args[0].Value.(string)), &list)
+	for _, fields := range list {
+		var r request
+		err = errors.Join(err, json.Unmarshal(fields[0], &r.key), json.Unmarshal(fields[1], &r.lock))
+		all = append(all, r)
+	}
+	if err != nil {
+		panic(err)
+	}
+	return all
+}
+
+// asksFor reports whether a statement locks a name, or unlocks it.
+func (d *AdvisoryDriver) asksFor(st statement, lock bool, name string) bool {
+	return st.text == d.c.advisory.exchange && slices.Contains(requestsOf(st), request{AdvisoryKey(name), lock})
+}
+
+// exchange locks and unlocks. s.mu must be held.
+func (s *advisoryServer) exchange(st statement) driver.Rows {
+	rows := &fewRows{}
+	for i, r := range requestsOf(st) {
+		held := s.locks[r.key]
+		var answer driver.Value
+		switch {
+		case st.args[1].Value != s.marks[st.conn]:
+		case r.lock && held == 0:
+			s.locks[r.key] = st.conn
+			answer = true
+		default:
+			answer = held == st.conn
+			if held == st.conn && !r.lock {
+				delete(s.locks, r.key)
+			}
+		}
+		*rows = append(*rows, []driver.Value{int64(i + 1), answer})
+	}
+	return rows
 }
 
 // effect runs a statement. s.mu must be held.
@@ -134,36 +195,10 @@ func (s *advisoryServer) effect(texts *advisorySQL, st statement) []driver.Value
 	}
 	if len(st.args) == 0 { // The end of the session.
 		s.dead[st.conn] = true
-		for key, holder := range s.locks {
-			if holder == st.conn {
-				delete(s.locks, key)
-			}
-		}
+		maps.DeleteFunc(s.locks, func(_ int64, holder int) bool { return holder == st.conn })
 		return []driver.Value{true}
 	}
-	if st.args[1].Value != s.marks[st.conn] {
-		return []driver.Value{nil}
-	}
-	if st.text == texts.lock {
-		key := st.args[0].Value.(int64)
-		if s.locks[key] == 0 {
-			s.locks[key] = st.conn
-		}
-		return []driver.Value{s.locks[key] == st.conn}
-	}
-	keys, all := []int64{}, true
-	if one, ok := st.args[0].Value.(int64); ok {
-		keys = append(keys, one)
-	} else if err := json.Unmarshal([]byte(st.args[0].Value.(string)), &keys); err != nil {
-		panic(err)
-	}
-	for _, key := range keys {
-		all = all && s.locks[key] == st.conn
-		if s.locks[key] == st.conn {
-			delete(s.locks, key)
-		}
-	}
-	return []driver.Value{all}
+	panic("unknown statement " + st.text)
 }
 
 // advisoryRow is a oneRow of so many columns.
@@ -223,7 +258,7 @@ func TestAdvisoryReleasePending(t *testing.T) {
 			<-time.After(time.Millisecond) // So that what follows is probed.
 			s.setFault(func(st statement) fault {
 				f := fault{wait: 60 * time.Millisecond}
-				if fails && st.text == d.c.advisory.unlock {
+				if fails && d.asksFor(st, false, "a") {
 					f.err = driver.ErrBadConn
 				}
 				return f
@@ -305,8 +340,8 @@ func TestAdvisoryCloseWithReleasePending(t *testing.T) {
 			if s.holder("a") != 0 || !slices.Equal(*told, []string{"a"}) {
 				t.Errorf("held by %d, OnLost(%v), want a free and reported", s.holder("a"), *told)
 			}
-			if len(d.held) != 0 || len(d.owed) != 0 || d.flushing {
-				t.Errorf("the driver still knows %v, %v", d.held, d.owed)
+			if len(d.claims) != 0 || len(d.pending) != 0 || d.flushing {
+				t.Errorf("the driver still knows %v, %v", d.claims, d.pending)
 			}
 		})
 	}
@@ -390,7 +425,7 @@ func TestAdvisoryReleaseDuringClose(t *testing.T) {
 // TestAdvisoryRefusedStatement: an error of the server about one name loses no other
 // name, whatever the statement did, unless what the session holds can't be settled.
 func TestAdvisoryRefusedStatement(t *testing.T) {
-	for _, section := range []string{"lock", "unlock", "unlock_all", "identify"} {
+	for _, section := range []string{"lock", "unlock", "both", "identify"} {
 		for _, done := range []bool{false, true} {
 			for _, times := range []int{1, 2} {
 				t.Run(fmt.Sprint(section, "/done=", done, "/times=", times), func(t *testing.T) {
@@ -428,8 +463,11 @@ func refuseStatement(t *testing.T, section string, done bool, times int) {
 		if ok, err = d.Extend(t.Context(), lock, time.Hour); ok != settled || (err == nil) != settled {
 			t.Errorf("Extend = %v, %v", ok, err)
 		}
-	case "unlock_all":
+	case "both":
 		d.giveUp(other)
+		if _, err := d.claim("d"); err != nil {
+			t.Fatal(err)
+		}
 		fallthrough
 	case "unlock":
 		var ok bool
@@ -441,7 +479,7 @@ func refuseStatement(t *testing.T, section string, done bool, times int) {
 		t.Errorf("Extend of another lock = %v, %v, want %v", ok, err, settled)
 	}
 	synctest.Wait() // A session that is discarded ends in the background.
-	if s.holder("c") != 0 || section == "unlock" && s.holder("a") != 0 {
+	if s.holder("c") != 0 || section != "lock" && section != "identify" && s.holder("a") != 0 {
 		t.Error("the name is still locked on the server")
 	}
 	mustAcquire(t, d, "c")
@@ -470,7 +508,7 @@ func TestAdvisoryIdleSessionEnded(t *testing.T) {
 			t.Errorf("Release of the old session's lock = %v, %v, want false", ok, err)
 		}
 		s.setFault(func(st statement) fault {
-			if st.text == d.c.advisory.lock {
+			if d.asksFor(st, true, "c") {
 				s.end(st.conn)
 			}
 			return fault{}
@@ -478,9 +516,7 @@ func TestAdvisoryIdleSessionEnded(t *testing.T) {
 		if _, err := d.Acquire(t.Context(), "c", time.Hour); err == nil || errors.Is(err, ErrHeld) {
 			t.Errorf("Acquire on two sessions that end = %v, want the driver's error", err)
 		}
-		asked := slices.DeleteFunc(s.statements(), func(st statement) bool {
-			return st.text != d.c.advisory.lock || st.args[0].Value != AdvisoryKey("c")
-		})
+		asked := slices.DeleteFunc(s.statements(), func(st statement) bool { return !d.asksFor(st, true, "c") })
 		if len(asked) != 2 {
 			t.Errorf("%d requests, want 2", len(asked))
 		}
@@ -489,26 +525,97 @@ func TestAdvisoryIdleSessionEnded(t *testing.T) {
 	})
 }
 
-// TestAdvisoryClaims: a claim that has ended can't end the next one of its name.
+// TestAdvisoryRequestsTravelTogether: what queues for the session goes in one statement.
+func TestAdvisoryRequestsTravelTogether(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &advisoryServer{}
+		d, told := newAdvisory(t, s, Config{})
+		held := mustAcquire(t, d, "held")
+		s.latency = 10 * time.Millisecond
+		sent, start := len(s.statements()), time.Now()
+		var all sync.WaitGroup
+		for i := range 400 {
+			all.Go(func() { mustAcquire(t, d, fmt.Sprint(i)) })
+		}
+		all.Go(func() {
+			if ok, err := d.Release(t.Context(), held); !ok || err != nil {
+				t.Errorf("Release = %v, %v", ok, err)
+			}
+		})
+		all.Wait()
+		if n := len(s.statements()) - sent; n > 3 || time.Since(start) > 30*time.Millisecond {
+			t.Errorf("%d statements in %v, want one or two", n, time.Since(start))
+		}
+		for i := range 400 {
+			if s.holder(fmt.Sprint(i)) == 0 {
+				t.Errorf("%d is not locked", i)
+			}
+		}
+		if len(*told) != 0 || s.holder("held") != 0 {
+			t.Errorf("OnLost(%v), held by %d", *told, s.holder("held"))
+		}
+	})
+}
+
+// TestAdvisoryLeavesInFlight: a caller whose context ends while another's turn asks for its
+// lock gets the answer, or if there is none within Timeout, what is granted later is released.
+func TestAdvisoryLeavesInFlight(t *testing.T) {
+	for _, latency := range []time.Duration{50 * time.Millisecond, 90 * time.Millisecond, time.Second} {
+		synctest.Test(t, func(t *testing.T) {
+			s := &advisoryServer{}
+			d, _ := newAdvisory(t, s, Config{Timeout: 100 * time.Millisecond})
+			mustAcquire(t, d, "a")
+			s.setLatency(latency)
+			go d.Acquire(t.Context(), "b", time.Hour)
+			synctest.Wait()
+			go d.Acquire(t.Context(), "c", time.Hour) // Has the next turn, and asks for d too.
+			synctest.Wait()
+			ctx, cancel := context.WithTimeout(t.Context(), latency+latency/2)
+			defer cancel()
+			lock, err := d.Acquire(ctx, "d", time.Hour)
+			if granted := err == nil; granted != (latency < 100*time.Millisecond) {
+				t.Errorf("latency %v: Acquire = %v", latency, err)
+			}
+			s.setLatency(0)
+			time.Sleep(2 * time.Second)
+			if err == nil {
+				if ok, err := d.Release(t.Context(), lock); !ok || err != nil {
+					t.Errorf("Release = %v, %v", ok, err)
+				}
+			}
+			if s.holder("d") != 0 {
+				t.Error("d is still locked")
+			}
+			mustAcquire(t, d, "d")
+		})
+	}
+}
+
+// TestAdvisoryClaims: a claim that has ended can't end the next one of its name, and what is
+// granted on a session that has ended is not held.
 func TestAdvisoryClaims(t *testing.T) {
-	d, _ := newAdvisory(t, &advisoryServer{}, Config{})
+	d, told := newAdvisory(t, &advisoryServer{}, Config{})
 	first, _ := d.claim("a")
 	if second, err := d.claim("a"); second != nil || err != nil {
 		t.Fatalf("claim of a taken name = %v, %v", second, err)
 	}
-	if !d.grant(first, 1) {
-		t.Fatal("not granted")
+	grant := func(session int64) error { return d.hand(session, d.collect(session), []bool{true}, nil, time.Now()) }
+	if err := grant(1); err != nil || first.asked {
+		t.Fatalf("not granted: %v", err)
 	}
 	d.sessionEnded(1)
 	second, _ := d.claim("a")
 	if second == nil {
 		t.Fatal("the name is not free after the session's end")
 	}
-	d.unclaim(first)
+	d.result(first, nil)
 	if third, err := d.claim("a"); third != nil || err != nil {
 		t.Errorf("claim of a taken name = %v, %v", third, err)
 	}
-	if d.grant(second, 1) {
-		t.Error("granted on a session that has ended")
+	if err := grant(1); err != nil || !second.asked {
+		t.Errorf("granted on a session that has ended: %v", err)
+	}
+	if !slices.Equal(*told, []string{"a"}) {
+		t.Errorf("OnLost(%v), want a", *told)
 	}
 }

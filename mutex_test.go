@@ -9,6 +9,7 @@ import (
 	"math"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -248,8 +249,10 @@ func TestStuckExtend(t *testing.T) {
 			switch {
 			case s.text == d.acquire:
 				return &oneRow{true, "o", int64(1), int64(0)}, nil
-			case s.text == d.extend && s.conn == 1:
+			case s.text == d.renew && s.conn == 1:
 				<-stuck
+			case s.text == d.renew:
+				return &listRows{rows: [][]driver.Value{{"m", int64(1), true}}}, nil
 			}
 			return noRows{}, nil
 		}
@@ -258,12 +261,111 @@ func TestStuckExtend(t *testing.T) {
 		if err := lock.Unlock(t.Context()); err != nil {
 			t.Errorf("Unlock after a renewal that hung = %v", err)
 		}
-		extended := slices.DeleteFunc(f.statements(), func(s statement) bool { return s.text != d.extend })
+		extended := slices.DeleteFunc(f.statements(), func(s statement) bool { return s.text != d.renew })
 		if len(extended) != 2 || extended[1].conn == extended[0].conn || extended[1].at.Sub(extended[0].at) > 1100*time.Millisecond {
 			t.Errorf("renewals: %v, want a second on another connection a second later", extended)
 		}
 		close(stuck)
 	})
+}
+
+// TestBatch: what is due is renewed by one statement, and what that finds is each lock's
+// own: renewed, gone, or locked by another transaction and asked for again soon.
+func TestBatch(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var mu sync.Mutex
+		var sent [][]string
+		var at []time.Time
+		count := func() int { mu.Lock(); defer mu.Unlock(); return len(sent) }
+		fates := map[string]fate{"gone": gone, "busy": busy}
+		b := newBatch(5*time.Second, func(_ context.Context, _ time.Duration, all []string) ([]fate, error) {
+			mu.Lock()
+			defer mu.Unlock()
+			found := make([]fate, len(all))
+			for i, name := range all {
+				found[i] = renewed
+				if f, ok := fates[name]; ok {
+					found[i] = f
+				}
+			}
+			delete(fates, "busy") // Once.
+			sent, at = append(sent, slices.Sorted(slices.Values(all))), append(at, time.Now())
+			return found, nil
+		})
+		start, held := time.Now(), map[string]*keeper{}
+		for _, name := range []string{"a", "b", "busy", "gone"} {
+			held[name] = b.keep(name, newHold(), start.Add(30*time.Second), pace{10 * time.Second, 30 * time.Second, 3 * time.Second})
+		}
+		time.Sleep(12 * time.Second)
+		mu.Lock()
+		first, times := slices.Clone(sent), slices.Clone(at)
+		mu.Unlock()
+		if len(first) != 2 || len(first[0]) != 4 || !slices.Equal(first[1], []string{"busy"}) {
+			t.Fatalf("renewed %q, want all, then what was locked", first)
+		}
+		if pause := times[1].Sub(times[0]); pause > time.Second {
+			t.Errorf("what was locked was asked for again after %v, want soon", pause)
+		}
+		if !errors.Is(held["gone"].err(), ErrLost) || held["a"].err() != nil || held["busy"].err() != nil {
+			t.Errorf("lost: a %v, busy %v, gone %v, want the last alone", held["a"].err(), held["busy"].err(), held["gone"].err())
+		}
+		time.Sleep(10 * time.Minute)
+		if n := count(); n > 70 {
+			t.Errorf("%d statements in ten minutes, want one for all every nine seconds or so", n)
+		}
+		for _, k := range held {
+			_ = k.stop()
+		}
+		before := count()
+		time.Sleep(time.Minute)
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		if count() != before || len(b.held)+len(b.due) > 0 {
+			t.Errorf("%d statements after all have left, %d held", count()-before, len(b.held))
+		}
+	})
+}
+
+// TestBatchFails: statements that fail, or hang whatever their context says, lose what is
+// held at its deadline and no earlier, and a reply that comes late counts.
+func TestBatchFails(t *testing.T) {
+	failure := errors.New("no route")
+	for _, test := range []struct {
+		name string
+		send func(call int) ([]fate, error)
+		lost time.Duration // 0: not
+	}{
+		{"fails", func(int) ([]fate, error) { return nil, failure }, 27 * time.Second},
+		{"hangs", func(int) ([]fate, error) { time.Sleep(time.Hour); return []fate{gone}, nil }, 27 * time.Second},
+		{"fails twice", func(call int) ([]fate, error) {
+			if call <= 2 {
+				return nil, failure
+			}
+			return []fate{renewed}, nil
+		}, 0},
+		{"answers late", func(int) ([]fate, error) { time.Sleep(8 * time.Second); return []fate{renewed}, nil }, 0},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				var calls atomic.Int64
+				b := newBatch(5*time.Second, func(context.Context, time.Duration, []string) ([]fate, error) { return test.send(int(calls.Add(1))) })
+				start := time.Now()
+				k := b.keep("a", newHold(), start.Add(30*time.Second), pace{10 * time.Second, 30 * time.Second, 3 * time.Second})
+				select {
+				case <-k.ctx.Done():
+					if took := time.Since(start); took != test.lost || !errors.Is(k.err(), ErrLost) {
+						t.Errorf("lost after %v, want %v", took, test.lost)
+					}
+				case <-time.After(10 * time.Minute):
+					if test.lost > 0 {
+						t.Error("not lost")
+					}
+				}
+				_ = k.stop()
+				time.Sleep(2 * time.Hour) // Until what hangs has come back.
+			})
+		})
+	}
 }
 
 // oneRow is an answer of one row.
@@ -318,7 +420,7 @@ func TestTableDriverStatements(t *testing.T) {
 // for again, by the same attempt.
 func TestTableDriverSlowGrant(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c, mock := newMock(t, Config{Owner: "me"})
+		c, mock := newMock(t, Config{Owner: "me", Timeout: time.Minute})
 		d, err := c.TableDriver(DriverConfig{})
 		if err != nil {
 			t.Fatal(err)
@@ -358,7 +460,7 @@ func TestTableDriverLostReply(t *testing.T) {
 				f.answer = func(s statement) (driver.Rows, error) {
 					if s.text == d.acquire {
 						time.Sleep(5 * time.Millisecond)
-						return noRows{}, test.answer
+						return &oneRow{true, "o", int64(1), int64(0)}, test.answer
 					}
 					return noRows{}, nil
 				}
@@ -412,8 +514,8 @@ func TestLostLockLetsOthersThrough(t *testing.T) {
 		if err := lock.Unlock(t.Context()); !errors.Is(err, ErrLost) {
 			t.Errorf("Unlock = %v, want ErrLost", err)
 		}
-		if len(m.lines.of)+len(m.locks) != 0 {
-			t.Errorf("%d lines and %d locks are left, want 0", len(m.lines.of), len(m.locks))
+		if len(m.d.queue().of)+len(m.locks) != 0 {
+			t.Errorf("%d lines and %d locks are left, want 0", len(m.d.queue().of), len(m.locks))
 		}
 	})
 }
@@ -440,8 +542,8 @@ func TestLineIsLeft(t *testing.T) {
 			})
 		}
 		wg.Wait()
-		if len(m.lines.of)+len(m.locks)+len(d.held) != 0 {
-			t.Errorf("%d lines, %d locks and %d held names are left, want 0", len(m.lines.of), len(m.locks), len(d.held))
+		if len(m.d.queue().of)+len(m.locks)+len(d.held) != 0 {
+			t.Errorf("%d lines, %d locks and %d held names are left, want 0", len(m.d.queue().of), len(m.locks), len(d.held))
 		}
 	})
 }
@@ -463,8 +565,8 @@ func TestLossDuringTheGrant(t *testing.T) {
 		default:
 			t.Error("Done is open though the loss was told")
 		}
-		if err := lock.Unlock(t.Context()); !errors.Is(err, ErrLost) || len(m.lines.of)+len(m.locks) != 0 {
-			t.Errorf("Unlock = %v, %d lines and %d locks left, want ErrLost and nothing", err, len(m.lines.of), len(m.locks))
+		if err := lock.Unlock(t.Context()); !errors.Is(err, ErrLost) || len(m.d.queue().of)+len(m.locks) != 0 {
+			t.Errorf("Unlock = %v, %d lines and %d locks left, want ErrLost and nothing", err, len(m.d.queue().of), len(m.locks))
 		}
 	})
 }
@@ -502,7 +604,7 @@ func TestDriverPanics(t *testing.T) {
 			}()
 			lock(m)
 		}()
-		if len(m.lines.of) != 0 {
+		if len(m.d.queue().of) != 0 {
 			t.Error("the line is not left after a panic")
 		}
 	}
@@ -521,12 +623,16 @@ func TestDoReturnsWhatFnReturns(t *testing.T) {
 
 // TestKeeperAfterSuspension: when both timers are overdue nothing is renewed.
 func TestKeeperAfterSuspension(t *testing.T) {
-	renewed := false
-	k := &keeper{hold: newHold(), renew: func(context.Context) (bool, error) { renewed = true; return true, nil },
-		every: time.Second, ttl: 3 * time.Second, margin: time.Second, deadline: time.Now().Add(time.Second)}
-	k.run() // The timer of the renewal, before that of the watchdog.
-	if renewed || !errors.Is(k.err(), ErrLost) {
-		t.Errorf("renewed %v, err %v, want lost without a renewal", renewed, k.err())
+	was := false
+	b := newBatch(time.Second, func(context.Context, time.Duration, []string) ([]fate, error) {
+		was = true
+		return []fate{renewed}, nil
+	})
+	k := &keeper{hold: newHold(), pace: pace{time.Second, 3 * time.Second, time.Second}, deadline: time.Now().Add(time.Second)}
+	b.held[k], b.due[k] = "a", time.Now()
+	b.run() // The timer of the renewal, before that of the watchdog.
+	if was || !errors.Is(k.err(), ErrLost) {
+		t.Errorf("renewed %v, err %v, want lost without a renewal", was, k.err())
 	}
 }
 
@@ -562,8 +668,8 @@ func TestDriversAtOnce(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	if len(c.drivers) != 0 {
-		t.Errorf("%d closed drivers are kept, want 0", len(c.drivers))
+	if len(c.parts) != 1 {
+		t.Errorf("%d closed drivers are kept, want 0", len(c.parts)-1) // The other part is the session.
 	}
 }
 
@@ -626,4 +732,55 @@ func TestAdvisoryKey(t *testing.T) {
 	if got, want := AdvisoryKey("hello"), int64(0x2cf24dba5fb0a30e); got != want {
 		t.Errorf("AdvisoryKey(hello) = %d, want %d", got, want)
 	}
+}
+
+// wrapper is a driver that embeds one of this package and has methods of its own.
+type wrapper struct {
+	*TableDriver
+	acquired, extended, released atomic.Int64
+}
+
+func (w *wrapper) Acquire(_ context.Context, name string, ttl time.Duration) (DriverLock, error) {
+	w.acquired.Add(1)
+	return DriverLock{Name: name, Fence: 1, Deadline: time.Now().Add(ttl)}, nil
+}
+
+func (w *wrapper) Extend(context.Context, DriverLock, time.Duration) (bool, error) {
+	w.extended.Add(1)
+	return true, nil
+}
+
+func (w *wrapper) Release(context.Context, DriverLock) (bool, error) {
+	w.released.Add(1)
+	return true, nil
+}
+
+// TestWrappedDriver: a Mutex calls all methods of a driver that embeds another.
+func TestWrappedDriver(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &fakeDriver{answer: func(statement) (driver.Rows, error) { return &oneRow{true}, nil }}
+		c := newCoord(t, f, Config{Owner: "node"})
+		table, err := c.TableDriver(DriverConfig{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		w := &wrapper{TableDriver: table}
+		m, err := NewMutex(w, MutexConfig{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		lock, err := m.Lock(t.Context(), "m")
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = m.TryLock(t.Context(), "m")
+		wantHeld(t, err, HeldError{What: "mutex m", Owner: "node"})
+		time.Sleep(time.Minute)
+		if err := lock.Unlock(t.Context()); err != nil {
+			t.Errorf("Unlock = %v", err)
+		}
+		if w.acquired.Load() != 1 || w.extended.Load() < 5 || w.released.Load() != 1 {
+			t.Errorf("%d acquired, %d extended, %d released, want all by the wrapper", w.acquired.Load(), w.extended.Load(), w.released.Load())
+		}
+	})
 }

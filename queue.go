@@ -37,7 +37,7 @@ type place struct {
 	spots []spot        // in the order of their names; under the queue's mu
 	waits bool          // for its turn; under the queue's mu
 	turn  chan struct{} // closed when it is let through; replaced only by the caller itself
-	lost  bool          // told of a loss while it asks; under the Mutex's mu
+	asked chan struct{} // closed when it has an answer to its first request, or has left; under the queue's mu
 }
 
 // spot is where a place stands in one line, which it can leave at once from there.
@@ -46,20 +46,16 @@ type spot struct {
 	at   *list.Element
 }
 
-// join queues the caller for names, which are sorted. It returns nil if the caller may
-// not wait and would have to.
-func (q *queue) join(mayWait bool, names ...string) *place {
+// join queues the caller for names, which are sorted.
+func (q *queue) join(names ...string) *place {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if !mayWait && slices.ContainsFunc(names, func(name string) bool { return q.holder(name) != nil }) {
-		return nil
-	}
 	if q.of == nil {
 		q.of = map[string]*line{}
 	}
 	q.joined++
 	p := &place{order: q.joined, spots: make([]spot, len(names))}
-	p.waits, p.turn = true, make(chan struct{})
+	p.waits, p.turn, p.asked = true, make(chan struct{}), make(chan struct{})
 	for i, name := range names {
 		l := q.of[name]
 		if l == nil {
@@ -104,7 +100,84 @@ func (q *queue) leave(p *place, names ...string) {
 		}
 		return true
 	})
+	if len(p.spots) == 0 {
+		p.answer()
+	}
 	letThrough(freed)
+}
+
+// wait returns a place that has its turn for a name. The error is that of ctx, if it ends
+// first.
+func (q *queue) wait(ctx context.Context, name string) (*place, error) {
+	p := q.join(name)
+	if p.hasTurn() {
+		return p, nil
+	}
+	select {
+	case <-p.turn:
+		return p, nil
+	case <-ctx.Done():
+		q.leave(p, name)
+		return nil, ended(ctx)
+	}
+}
+
+// try is wait for a caller that is refused, with nil, if another has the name. That another
+// has only begun to ask the database for it is no refusal yet.
+func (q *queue) try(ctx context.Context, name string) (*place, error) {
+	p := q.join(name)
+	for !p.hasTurn() {
+		q.mu.Lock()
+		other := q.holder(name)
+		q.mu.Unlock()
+		if other == nil {
+			continue // It has just left, and p has the turn.
+		}
+		select {
+		case <-p.turn:
+		case <-other.asked:
+			if q.has(other, name) {
+				q.leave(p, name)
+				return nil, nil
+			}
+		case <-ctx.Done():
+			q.leave(p, name)
+			return nil, ended(ctx)
+		}
+	}
+	return p, nil
+}
+
+// has reports whether p has the turn for a name.
+func (q *queue) has(p *place, name string) bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.holder(name) == p
+}
+
+// answer notes that p does more than ask for its names: it holds them, or has been refused
+// and waits, or has left something behind that has to be settled.
+func (q *queue) answer(p *place) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	p.answer()
+}
+
+func (p *place) answer() {
+	select {
+	case <-p.asked:
+	default:
+		close(p.asked)
+	}
+}
+
+// leaveAfter takes p out of the line of a name when nothing is left of its request, which
+// ended with err.
+func (q *queue) leaveAfter(err error, p *place, names ...string) {
+	if errors.As(err, new(orphan)) {
+		q.answer(p)
+	}
+	whenSettled(err, func() { q.leave(p, names...) })
 }
 
 // keepOnly is called after the database has refused p for a name: the others are not busy
@@ -178,14 +251,7 @@ func (a *arrivals) Pop() any {
 
 func (s spot) place() *place { return s.at.Value.(*place) }
 
-// busy returns the place that holds a name or asks for it, nil if none does.
-func (q *queue) busy(name string) *place {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	return q.holder(name)
-}
-
-// holder is busy for a caller that has q.mu.
+// holder returns the place that holds a name or asks for it, nil if none does. It needs q.mu.
 func (q *queue) holder(name string) *place {
 	if l := q.of[name]; l != nil {
 		return l.busy
@@ -228,11 +294,10 @@ func contend[T any](ctx context.Context, doing string, q *queue, p *place, busy 
 			return none, waited(ctx, doing, held, err)
 		}
 		held = err
+		q.answer(p)
 		q.keepOnly(p, name)
-		select {
-		case <-ctx.Done():
+		if after(ctx, backoff(attempts, least, most)) != nil {
 			return none, waited(ctx, doing, held, nil)
-		case <-time.After(backoff(attempts, least, most)):
 		}
 		q.again(p)
 	}

@@ -16,7 +16,7 @@ func TestQueue(t *testing.T) {
 	var q queue
 	var places []*place
 	join := func(names ...string) *place {
-		p := q.join(true, names...)
+		p := q.join(names...)
 		places = append(places, p)
 		return p
 	}
@@ -31,12 +31,6 @@ func TestQueue(t *testing.T) {
 	x := join("x")
 	xy, y := join("x", "y"), join("y")
 	check("y is free, though one before waits for x too", x, y)
-	if p := q.join(false, "w", "y"); p != nil {
-		t.Error("joined a busy name without waiting, want nil")
-	}
-	if q.busy("w") != nil || q.busy("y") != y {
-		t.Errorf("busy are %v and %v, want nobody and the third", q.busy("w"), q.busy("y"))
-	}
 	x2, yz := join("x"), join("y", "z")
 	q.leave(x, "x")
 	check("x is free", x, y, x2)
@@ -60,10 +54,10 @@ func TestQueue(t *testing.T) {
 func TestQueueFreesAtOnce(t *testing.T) {
 	for _, ends := range [][]string{{"a", "b"}, {"b", "a"}} {
 		var q queue
-		ab := q.join(true, "a", "b")
-		early := q.join(true, slices.Sorted(slices.Values([]string{ends[0], "z"}))...)
-		late := q.join(true, slices.Sorted(slices.Values([]string{ends[1], "z"}))...)
-		last := q.join(true, ends[1])
+		ab := q.join("a", "b")
+		early := q.join(slices.Sorted(slices.Values([]string{ends[0], "z"}))...)
+		late := q.join(slices.Sorted(slices.Values([]string{ends[1], "z"}))...)
+		last := q.join(ends[1])
 		q.leave(ab, "a", "b")
 		if !early.hasTurn() || late.hasTurn() || !last.hasTurn() {
 			t.Errorf("%v: turns %v, %v and %v, want true, false and true", ends, early.hasTurn(), late.hasTurn(), last.hasTurn())
@@ -82,8 +76,8 @@ func TestQueueFreesAtOnce(t *testing.T) {
 // again. If it can't have the others then, it gives that one up too, and keeps its order.
 func TestQueueAfterARefusal(t *testing.T) {
 	var q queue
-	p := q.join(true, "x", "y")
-	x, y := q.join(true, "x"), q.join(true, "y")
+	p := q.join("x", "y")
+	x, y := q.join("x"), q.join("y")
 	q.keepOnly(p, "x")
 	if x.hasTurn() || !y.hasTurn() {
 		t.Errorf("turns for x and y: %v and %v, want false and true", x.hasTurn(), y.hasTurn())
@@ -91,7 +85,7 @@ func TestQueueAfterARefusal(t *testing.T) {
 	if q.again(p); p.hasTurn() || !x.hasTurn() {
 		t.Errorf("turns while y is busy: %v and of another for x %v, want false and true", p.hasTurn(), x.hasTurn())
 	}
-	x2 := q.join(true, "x")
+	x2 := q.join("x")
 	q.leave(y, "y")
 	if q.leave(x, "x"); !p.hasTurn() || x2.hasTurn() {
 		t.Errorf("turns when both are free: %v and of a later one %v, want true and false", p.hasTurn(), x2.hasTurn())
@@ -100,11 +94,11 @@ func TestQueueAfterARefusal(t *testing.T) {
 	if q.leave(x2, "x"); !x2.hasTurn() {
 		t.Error("x is not free while its former holder pauses for y")
 	}
-	if q.again(p); !p.hasTurn() || q.busy("x") != p || q.busy("y") != p {
+	if q.again(p); !p.hasTurn() || q.holder("x") != p || q.holder("y") != p {
 		t.Error("the place does not get all of its names again")
 	}
 	q.keepOnly(p, "")
-	if q.busy("x") != nil || q.busy("y") != nil {
+	if q.holder("x") != nil || q.holder("y") != nil {
 		t.Error("names are busy after a refusal for none in particular")
 	}
 	q.leave(p, "x", "y")
@@ -131,10 +125,10 @@ func TestTryLockDoesNotWait(t *testing.T) {
 func TestLeavingIsCheap(t *testing.T) {
 	const n = 200_000
 	var q queue
-	held, start := q.join(true, "x"), time.Now()
+	held, start := q.join("x"), time.Now()
 	waiting := make([]*place, n)
 	for i := range waiting {
-		waiting[i] = q.join(true, "x")
+		waiting[i] = q.join("x")
 	}
 	joined := time.Now()
 	for i := range n / 2 { // From both ends.
@@ -169,7 +163,8 @@ func testHeldByThisProcess(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		p := m.lines.join(true, "m")
+		p := m.d.queue().join(m.d.queueName("m"))
+		m.d.queue().answer(p)
 		_, err = m.TryLock(t.Context(), "m")
 		wantHeld(t, err, HeldError{What: "mutex m", Owner: test.owner})
 		ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
@@ -177,8 +172,8 @@ func testHeldByThisProcess(t *testing.T) {
 		cancel()
 		wantHeld(t, err, HeldError{What: "mutex m", Owner: test.owner})
 		wantErrors(t, "Lock", err, ErrHeld, ErrAcquireTimeout, context.DeadlineExceeded)
-		m.lines.leave(p, "m")
-		wantNobody(t, &m.lines)
+		m.d.queue().leave(p, m.d.queueName("m"))
+		wantNobody(t, m.d.queue())
 	}
 }
 
@@ -223,6 +218,64 @@ func wantNobody(t *testing.T, q *queue) {
 	}
 }
 
+// TestQueueTry: a caller that is not to wait for a holder waits for one who has only begun to
+// ask, in its turn.
+func TestQueueTry(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var q queue
+		type result struct {
+			p   *place
+			err error
+		}
+		try := func(ctx context.Context) chan result {
+			results := make(chan result, 1)
+			go func() {
+				p, err := q.try(ctx, "m")
+				results <- result{p, err}
+			}()
+			synctest.Wait()
+			return results
+		}
+		pending := func(results ...chan result) {
+			t.Helper()
+			for i, r := range results {
+				if len(r) != 0 {
+					t.Errorf("try %d has returned: %v", i, <-r)
+				}
+			}
+		}
+		first := q.join("m")
+		ctx, cancel := context.WithCancel(t.Context())
+		a, b, gone := try(t.Context()), try(t.Context()), try(ctx)
+		pending(a, b, gone)
+		cancel()
+		if r := <-gone; r.p != nil || !errors.Is(r.err, context.Canceled) {
+			t.Errorf("try that was cancelled = %v", r)
+		}
+		q.leave(first, "m") // It was refused.
+		p := (<-a).p
+		if p == nil || !q.has(p, "m") {
+			t.Fatalf("try = %v, want the turn of the one that left", p)
+		}
+		synctest.Wait()
+		pending(b)
+		q.answer(p)
+		if r := <-b; r.p != nil || r.err != nil {
+			t.Errorf("try behind a holder = %v, want a refusal", r)
+		}
+		if r := <-try(t.Context()); r.p != nil || r.err != nil {
+			t.Errorf("try of what is held = %v, want a refusal", r)
+		}
+		q.leave(p, "m")
+		if p, err := q.try(t.Context(), "m"); p == nil || err != nil {
+			t.Errorf("try of what is free = %v, %v", p, err)
+		} else {
+			q.leave(p, "m")
+		}
+		wantNobody(t, &q)
+	})
+}
+
 // TestQueueAtRandom: whatever places do, one has its turn only if no other has any of its
 // names, and none waits whose names are all free.
 func TestQueueAtRandom(t *testing.T) {
@@ -236,9 +289,8 @@ func TestQueueAtRandom(t *testing.T) {
 			switch i := r.IntN(len(all) + 2); {
 			case i >= len(all):
 				of := slices.DeleteFunc(slices.Clone(names), func(string) bool { return r.IntN(2) == 0 })
-				if p := q.join(r.IntN(4) > 0, of...); p != nil {
-					all, wants[p] = append(all, p), of
-				}
+				p := q.join(of...)
+				all, wants[p] = append(all, p), of
 			case all[i].waits || r.IntN(3) == 0:
 				q.leave(all[i], wants[all[i]]...)
 				delete(wants, all[i])
@@ -249,11 +301,11 @@ func TestQueueAtRandom(t *testing.T) {
 				q.again(all[i])
 			}
 			for _, p := range all {
-				free := !slices.ContainsFunc(wants[p], func(name string) bool { return q.busy(name) != nil })
+				free := !slices.ContainsFunc(wants[p], func(name string) bool { return q.holder(name) != nil })
 				if p.waits == p.hasTurn() || p.waits && free {
 					t.Fatalf("seed %d: a place for %v waits: %v, has its turn: %v, all free: %v", seed, wants[p], p.waits, p.hasTurn(), free)
 				}
-				if p.waits && slices.ContainsFunc(wants[p], func(name string) bool { return q.busy(name) == p }) {
+				if p.waits && slices.ContainsFunc(wants[p], func(name string) bool { return q.holder(name) == p }) {
 					t.Fatalf("seed %d: a place that waits for %v keeps some of them", seed, wants[p])
 				}
 			}

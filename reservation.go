@@ -1,10 +1,9 @@
 package coord
 
 import (
+	"cmp"
 	"context"
-	"database/sql"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"regexp"
 	"slices"
@@ -78,12 +77,12 @@ type ReservationStore struct {
 	types *reservationTypes
 	tx    DBTX
 	bound bool // to tx
-
-	supported bool // by the dialect
 }
 
 // reservationTypes are the types that are known so far.
 type reservationTypes struct {
+	supported bool // by the dialect
+
 	mu     sync.Mutex
 	byName map[[2]string]*reservationType // by context and aggregate
 }
@@ -93,7 +92,7 @@ type reservationTypes struct {
 type reservationType struct {
 	table *table
 
-	reserve string // (tenant, namespace, key, owner's tenant, owner's id, hold, ttl, now, attempt) row of (granted, owner's tenant, owner's id, confirmed, version, holds json, expires), or none
+	reserve string // (tenant, namespace, key, owner's tenant, owner's id, hold, ttl, now, attempt, bounded) row of (granted, owner's tenant, owner's id, confirmed, version, holds json, expires), or none
 	undo    string // (tenant, namespace, key, attempt) changes the row of that attempt
 	confirm string // (tenant, namespace, key, owner's tenant, owner's id, version, now) row of (outcome), or none
 	refusal string // (tenant, namespace, key, owner's tenant, owner's id, version, now) row of (outcome, 0 if it is not refused), or none
@@ -113,7 +112,7 @@ func (s *ReservationStore) load(c *Coord) error {
 	n := c.names
 	n.from, n.toSchema, n.to = defaultReservation, n.schema, "x" // A long prefix fits some types, or none.
 	_, ok, err := new(reservationType).load(c.dialect, n)
-	s.supported = ok
+	s.types.supported = ok
 	return err
 }
 
@@ -133,7 +132,7 @@ func (s *ReservationStore) of(context, aggregate string) (*reservationType, erro
 	}
 	n := s.c.names
 	n.from, n.toSchema, n.to = defaultReservation, n.schema, reservationPrefix(n)+context+"__"+aggregate
-	if err := first(checkTypeName("context", context), checkTypeName("aggregate", aggregate), checkIdentifier("table name", n.to)); err != nil {
+	if err := cmp.Or(checkTypeName("context", context), checkTypeName("aggregate", aggregate), checkIdentifier("table name", n.to)); err != nil {
 		return nil, err
 	}
 	t := &reservationType{}
@@ -157,7 +156,7 @@ func reservationPrefix(n names) string { return n.prefix + "reservation__" }
 // discover makes the types known whose tables are recorded: other processes may
 // have made them.
 func (s *ReservationStore) discover(ctx context.Context) error {
-	if !s.supported {
+	if !s.types.supported {
 		return nil
 	}
 	formats, err := s.c.format.recorded(ctx)
@@ -190,7 +189,7 @@ func (s *ReservationStore) discover(ctx context.Context) error {
 //
 // A *sql.DB is [ErrInvalid] when it is used.
 func (s *ReservationStore) WithTx(tx DBTX) *ReservationStore {
-	return &ReservationStore{c: s.c, types: s.types, tx: tx, bound: true, supported: s.supported}
+	return &ReservationStore{c: s.c, types: s.types, tx: tx, bound: true}
 }
 
 // Reserve reserves key for owner under a hold that lasts for ttl. A key that is the
@@ -204,59 +203,54 @@ func (s *ReservationStore) WithTx(tx DBTX) *ReservationStore {
 // for the same one.
 func (s *ReservationStore) Reserve(ctx context.Context, scope ReservationScope, key string, owner AggregateRef, hold string, ttl time.Duration) (Reservation, error) {
 	t, err := s.check(scope, key, owner)
-	if err := first(err, checkText("hold", hold), checkTTL(ttl)); err != nil {
+	if err := cmp.Or(err, checkText("hold", hold), checkTTL(ttl)); err != nil {
 		return Reservation{}, wrap("reserve", err)
 	}
-	attempt := s.c.attempt()
-	try := func(ctx context.Context) (reserved, error) {
-		return s.tryReserve(ctx, t, scope, key, owner, hold, ttl, attempt)
+	try := func(ctx context.Context, on conn, attempt int64) (Reservation, *HeldError, error) {
+		return s.try(ctx, on, t, scope, key, owner, hold, ttl, attempt)
 	}
-	var got reserved
+	what := reservationName(scope, key)
+	var got Reservation
+	var held *HeldError
 	if s.bound {
-		got, err = inCallersTx(ctx, s, t, try)
+		if err = s.c.readyIn(ctx, s.tx, t.table); err == nil {
+			got, held, err = try(ctx, s.c.within(s.tx), s.c.attempts.Add(1))
+		}
 	} else {
-		got, err = acquire(ctx, s.c, t.table, reservationName(scope, key), try, func(ctx context.Context) (bool, error) {
-			n, err := s.c.exec(ctx, t.undo, scope.Tenant, scope.Namespace, key, attempt)
-			return n > 0, err
-		})
+		got, held, err = acquireInTurn(ctx, s.c, acquisition[Reservation]{what: what, table: t.table, try: try,
+			undo: func(ctx context.Context, on conn, attempt int64) (bool, error) {
+				n, err := on.exec(ctx, t.undo, scope.Tenant, scope.Namespace, key, attempt)
+				return n > 0, err
+			}})
 	}
-	if err == nil && got.held != nil {
-		return Reservation{}, got.held
-	}
-	return got.reservation, wrap("reserve "+reservationName(scope, key), err)
+	return granted("reserve "+what, got, held, err)
 }
 
-// reserved is how a Reserve that got its answer ended.
-type reserved struct {
-	reservation Reservation
-	held        *HeldError // nil if it was granted
-}
-
-// tryReserve sends the reservation. On engines that can't name the owner in the
-// same statement, and when a rival was faster, it reads who it is.
-func (s *ReservationStore) tryReserve(ctx context.Context, t *reservationType, scope ReservationScope, key string, owner AggregateRef, hold string, ttl time.Duration, attempt int64) (reserved, error) {
+// try sends the reservation. On engines that can't name the owner in the same statement,
+// and when a rival was faster, it reads who it is.
+func (s *ReservationStore) try(ctx context.Context, on conn, t *reservationType, scope ReservationScope, key string, owner AggregateRef, hold string, ttl time.Duration, attempt int64) (got Reservation, held *HeldError, err error) {
 	found := foundReservation{scope: scope, key: key}
 	for range maxRivals {
-		granted := false
-		args := []any{scope.Tenant, scope.Namespace, key, owner.Tenant, owner.ID, hold, micros(ttl), s.c.now(), attempt}
-		answered, err := s.row(ctx, t.reserve, args, append([]any{&granted}, found.fields()...)...)
+		wasGranted := false
+		args := []any{scope.Tenant, scope.Namespace, key, owner.Tenant, owner.ID, hold, micros(ttl), s.c.now(), attempt, !s.bound}
+		answered, err := on.row(ctx, t.reserve, args, append([]any{&wasGranted}, found.fields()...)...)
 		if err == nil && !answered {
-			answered, err = s.row(ctx, t.find, []any{scope.Tenant, scope.Namespace, key, s.c.now()}, found.fields()...)
+			answered, err = on.row(ctx, t.find, []any{scope.Tenant, scope.Namespace, key, s.c.now()}, found.fields()...)
 		}
 		switch {
 		case err != nil:
-			return reserved{}, err
-		case granted:
-			r, err := found.reservation()
-			return reserved{reservation: r}, err
+			return got, nil, err
+		case wasGranted:
+			got, err = found.reservation()
+			return got, nil, err
 		case !answered:
-			return reserved{held: &HeldError{What: reservationName(scope, key)}}, nil // The rival is gone again.
+			return got, &HeldError{What: reservationName(scope, key)}, nil // The rival is gone again.
 		case found.owner != owner:
-			return reserved{held: found.held()}, nil
+			return got, found.held(), nil
 		}
 		// A rival had it, and now it is the owner's.
 	}
-	return reserved{held: &HeldError{What: reservationName(scope, key)}}, nil
+	return got, &HeldError{What: reservationName(scope, key)}, nil
 }
 
 // maxRivals bounds how often a statement is sent again because a rival was faster.
@@ -268,23 +262,23 @@ const maxRivals = 10
 // errors. It may be sent again.
 func (s *ReservationStore) Confirm(ctx context.Context, scope ReservationScope, key string, owner AggregateRef, version int64) (ConfirmOutcome, error) {
 	t, err := s.check(scope, key, owner)
-	if err := first(err, checkVersion(version)); err != nil {
+	if err := cmp.Or(err, checkVersion(version)); err != nil {
 		return 0, wrap("confirm", err)
 	}
-	outcome, err := onReservations(ctx, s, t, func(ctx context.Context) (ConfirmOutcome, error) {
-		return s.tryConfirm(ctx, t, scope, key, owner, version)
+	outcome, err := onKey(ctx, s, t, scope, key, func(ctx context.Context, on conn) (ConfirmOutcome, error) {
+		return s.tryConfirm(ctx, on, t, scope, key, owner, version)
 	})
 	return outcome, wrap("confirm "+reservationName(scope, key), err)
 }
 
 // tryConfirm sends the confirmation. On engines that can't tell why in the same
 // statement, and when a rival was faster, it reads what refused it.
-func (s *ReservationStore) tryConfirm(ctx context.Context, t *reservationType, scope ReservationScope, key string, owner AggregateRef, version int64) (ConfirmOutcome, error) {
+func (s *ReservationStore) tryConfirm(ctx context.Context, on conn, t *reservationType, scope ReservationScope, key string, owner AggregateRef, version int64) (ConfirmOutcome, error) {
 	var outcome int64
 	for range maxRivals {
 		for _, text := range []string{t.confirm, t.refusal} {
 			args := []any{scope.Tenant, scope.Namespace, key, owner.Tenant, owner.ID, version, s.c.now()}
-			if _, err := s.row(ctx, text, args, &outcome); err != nil || outcome > 0 {
+			if _, err := on.row(ctx, text, args, &outcome); err != nil || outcome > 0 {
 				return ConfirmOutcome(outcome), err
 			}
 		}
@@ -298,13 +292,13 @@ func (s *ReservationStore) tryConfirm(ctx context.Context, t *reservationType, s
 // [Config.Timeout].
 func (s *ReservationStore) Abandon(ctx context.Context, scope ReservationScope, key string, owner AggregateRef, hold string) (bool, error) {
 	t, err := s.check(scope, key, owner)
-	if err := first(err, checkText("hold", hold)); err != nil {
+	if err := cmp.Or(err, checkText("hold", hold)); err != nil {
 		return false, wrap("abandon", err)
 	}
 	ctx, cancel := s.detach(ctx)
 	defer cancel()
-	was, err := onReservations(ctx, s, t, func(ctx context.Context) (was bool, err error) {
-		_, err = s.row(ctx, t.abandon, []any{scope.Tenant, scope.Namespace, key, owner.Tenant, owner.ID, hold}, &was)
+	was, err := onKey(ctx, s, t, scope, key, func(ctx context.Context, on conn) (was bool, err error) {
+		_, err = on.row(ctx, t.abandon, []any{scope.Tenant, scope.Namespace, key, owner.Tenant, owner.ID, hold}, &was)
 		return was, err
 	})
 	return was, wrap("abandon "+reservationName(scope, key), err)
@@ -317,13 +311,13 @@ func (s *ReservationStore) Abandon(ctx context.Context, scope ReservationScope, 
 // ended, for at most [Config.Timeout].
 func (s *ReservationStore) Release(ctx context.Context, scope ReservationScope, key string, owner AggregateRef, version int64) (bool, error) {
 	t, err := s.check(scope, key, owner)
-	if err := first(err, checkVersion(version)); err != nil {
+	if err := cmp.Or(err, checkVersion(version)); err != nil {
 		return false, wrap("release reservation", err)
 	}
 	ctx, cancel := s.detach(ctx)
 	defer cancel()
-	was, err := onReservations(ctx, s, t, func(ctx context.Context) (was bool, err error) {
-		_, err = s.row(ctx, t.release, []any{scope.Tenant, scope.Namespace, key, owner.Tenant, owner.ID, version, s.c.now()}, &was)
+	was, err := onKey(ctx, s, t, scope, key, func(ctx context.Context, on conn) (was bool, err error) {
+		_, err = on.row(ctx, t.release, []any{scope.Tenant, scope.Namespace, key, owner.Tenant, owner.ID, version, s.c.now()}, &was)
 		return was, err
 	})
 	return was, wrap("release "+reservationName(scope, key), err)
@@ -339,9 +333,9 @@ func (s *ReservationStore) Find(ctx context.Context, scope ReservationScope, key
 		reservation Reservation
 		found       bool
 	}
-	got, err := onReservations(ctx, s, t, func(ctx context.Context) (answer, error) {
+	got, err := run(ctx, s.c, where{tx: s.tx}, t.table, func(ctx context.Context, on conn) (answer, error) {
 		row := foundReservation{scope: scope, key: key}
-		found, err := s.row(ctx, t.find, []any{scope.Tenant, scope.Namespace, key, s.c.now()}, row.fields()...)
+		found, err := on.row(ctx, t.find, []any{scope.Tenant, scope.Namespace, key, s.c.now()}, row.fields()...)
 		if err != nil || !found {
 			return answer{}, err
 		}
@@ -351,64 +345,20 @@ func (s *ReservationStore) Find(ctx context.Context, scope ReservationScope, key
 	return got.reservation, got.found, wrap("find "+reservationName(scope, key), err)
 }
 
-// onReservations runs an operation in the caller's transaction, if there is one,
-// or on the pool.
-func onReservations[T any](ctx context.Context, s *ReservationStore, t *reservationType, do func(context.Context) (T, error)) (T, error) {
-	if s.bound {
-		return inCallersTx(ctx, s, t, do)
-	}
-	return onPool(ctx, s.c, t.table, do)
-}
-
-// inCallersTx runs an operation in the caller's transaction, by the caller's
-// context alone: what interrupts it, ends the transaction.
-func inCallersTx[T any](ctx context.Context, s *ReservationStore, t *reservationType, do func(context.Context) (T, error)) (T, error) {
-	if err := s.ready(ctx, t.table); err != nil {
-		var none T
-		return none, err
-	}
-	return do(ctx)
-}
-
-// ready makes sure that the table is there for a statement in the caller's
-// transaction. It looks through that first, which may have made the table. What is
-// seen there is not remembered, since it may be rolled back. A look on the pool
-// remembers it: a transaction must not begin with a read for ever, or SQLite would not
-// let it write after another's commit.
-func (s *ReservationStore) ready(ctx context.Context, t *table) error {
-	ctx, done, err := s.c.begin(ctx)
-	if err != nil {
-		return err
-	}
-	defer done()
-	if t == nil || t.ready.Load() {
-		return s.c.ensure(ctx, t)
-	}
-	missing, err := s.c.format.missing(ctx, s.tx, t)
-	switch {
-	case err != nil:
-		return err
-	case missing == "":
-		s.c.notice(t)
-		return nil
-	case !s.c.beside():
-		return fmt.Errorf("%w: %s, and none can be made beside the transaction", ErrFormat, missing)
-	}
-	return s.c.ensure(ctx, t)
-}
-
-// row reads the row, if there is one, of a statement that returns at most one.
-func (s *ReservationStore) row(ctx context.Context, text string, args []any, to ...any) (found bool, err error) {
-	if s.bound {
-		err := s.c.inTx(ctx, s.tx, text, args, to...)
-		if errors.Is(err, sql.ErrNoRows) {
-			return false, nil
+// onKey runs an operation that changes a key: in the caller's transaction, if there is one,
+// or on the pool when no other caller of this process is at work on the key.
+func onKey[T any](ctx context.Context, s *ReservationStore, t *reservationType, scope ReservationScope, key string, do func(context.Context, conn) (T, error)) (result T, err error) {
+	if !s.bound && t.table != nil {
+		turn, cancel := context.WithTimeout(ctx, s.c.cfg.Timeout)
+		defer cancel()
+		name := t.table.record + " " + reservationName(scope, key)
+		p, err := s.c.queue.wait(turn, name)
+		if err != nil {
+			return result, fmt.Errorf("wait for another caller of this process: %w", err)
 		}
-		return err == nil, err
+		defer s.c.queue.leave(p, name)
 	}
-	rows, err := s.c.query(ctx, text, args...)
-	err = scanRows(rows, err, func() error { found = true; return rows.Scan(to...) })
-	return found, err
+	return run(ctx, s.c, where{tx: s.tx}, t.table, do)
 }
 
 // detach is [Coord.detach], but in the caller's transaction it goes by ctx.
@@ -461,7 +411,7 @@ func (s *ReservationStore) check(scope ReservationScope, key string, owner Aggre
 			return nil, err
 		}
 	}
-	if err := first(checkOptional("tenant", scope.Tenant), checkOptional("namespace", scope.Namespace), checkText("key", key),
+	if err := cmp.Or(checkOptional("tenant", scope.Tenant), checkOptional("namespace", scope.Namespace), checkText("key", key),
 		checkOptional("owner's tenant", owner.Tenant), checkText("owner's id", owner.ID)); err != nil {
 		return nil, err
 	}

@@ -54,7 +54,7 @@ func TestReservationStatements(t *testing.T) {
 		reserved := []string{"granted", "tenant", "id", "confirmed", "version", "holds", "expires"}
 		found := reserved[1:]
 
-		mock.ExpectQuery(typ.reserve).WithArgs("t", "names", "k", "ot", "o", "h", minute, now, sqlmock.AnyArg()).
+		mock.ExpectQuery(typ.reserve).WithArgs("t", "names", "k", "ot", "o", "h", minute, now, sqlmock.AnyArg(), !inTx).
 			WillReturnRows(sqlmock.NewRows(reserved).AddRow(true, "ot", "o", true, 7, `["z","h"]`, now+minute))
 		r, err := s.Reserve(ctx, testScope, "k", o, "h", time.Minute)
 		if err != nil || r.Scope != testScope || r.Key != "k" || r.Owner != o || !r.Confirmed || r.Version != 7 ||

@@ -1,6 +1,7 @@
 package coord
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"slices"
@@ -33,12 +34,10 @@ type PartitionConfig struct {
 
 // complete validates cfg and fills in the defaults.
 func (cfg *PartitionConfig) complete(c *Coord) error {
-	if cfg.Node == "" {
-		cfg.Node = c.Owner()
-	}
-	orDefault(&cfg.TTL, 15*time.Second)
-	orDefault(&cfg.Heartbeat, cfg.TTL/3)
-	if err := first(checkText("service", cfg.Service), checkText("node", cfg.Node), checkOptional("address", cfg.Address),
+	cfg.Node = cmp.Or(cfg.Node, c.Owner())
+	cfg.TTL = cmp.Or(cfg.TTL, 15*time.Second)
+	cfg.Heartbeat = cmp.Or(cfg.Heartbeat, cfg.TTL/3)
+	if err := cmp.Or(checkText("service", cfg.Service), checkText("node", cfg.Node), checkOptional("address", cfg.Address),
 		checkText("group", cfg.Group), checkTTL(cfg.TTL)); err != nil {
 		return err
 	}
@@ -81,8 +80,7 @@ var (
 //
 // fn that returns nil has done its work: the partition stays this node's, and this run
 // does not call fn for it again, even if it moves away and comes back. If fn returns an error before
-// its context ends, that is logged, which nobody hears of without a [Config.Logger],
-// and fn called again under the same lease after 0.1 s, longer each time, to half a
+// its context ends, that is logged, and fn is called again under the same lease after 0.1 s, longer each time, to half a
 // minute. If it panics, or ends its goroutine, everything is given up as at the end of
 // ctx, and RunPartitions panics with a string of the value and fn's stack.
 //
@@ -122,7 +120,7 @@ func (c *Coord) RunLeader(ctx context.Context, name string, ttl time.Duration, f
 
 // run enlists a runner, runs it, and passes a panic of fn on.
 func (c *Coord) run(ctx context.Context, cfg PartitionConfig, fn func(context.Context, Lease) error) error {
-	if c.life.Err() != nil {
+	if c.over() != nil {
 		return ErrClosed
 	}
 	m := membership{cfg.Service, cfg.Node}
@@ -132,8 +130,9 @@ func (c *Coord) run(ctx context.Context, cfg PartitionConfig, fn func(context.Co
 	defer c.roll.strike(m, cfg.Group)
 	r := &runner{c: c, cfg: cfg, member: m, fn: fn, works: map[int]*work{}, done: map[int]bool{}, free: map[int]time.Time{}, nudge: make(chan struct{}, 1), short: true, changed: time.Now()}
 	r.ctx, r.end = context.WithCancelCause(ctx)
-	stop := context.AfterFunc(c.life, func() { r.end(ErrClosed) }) // At once, whatever the loop waits for.
-	r.term = r.newTerm()
+	stop := context.AfterFunc(c.ctx, func() { r.end(ErrClosed) }) // At once, whatever the loop waits for.
+	r.renewals = newBatch(c.cfg.Timeout, r.renew)
+	r.renewals.all = true
 	err := r.loop()
 	r.end(err) // Of every fn, if a failure ended the loop.
 	left := r.quit()

@@ -1,6 +1,7 @@
 package coord
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -8,7 +9,6 @@ import (
 	"runtime/debug"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"time"
 )
 
@@ -23,11 +23,7 @@ type runner struct {
 	end    context.CancelCauseFunc
 	nudge  chan struct{} // holds one: an fn is over
 
-	// term keeps all leases by one statement, and is replaced when it is lost. Its
-	// deadline comes before that of what was acquired after its last renewal. But a
-	// renewal that is in flight during an acquisition moves the term's deadline without
-	// having renewed that lease: work.watchdog covers it until the next.
-	term *keeper
+	renewals *batch[*work] // of all leases, by one statement
 
 	mu       sync.Mutex
 	works    map[int]*work // by partition; those whose lease is lost too, until fn has returned
@@ -52,19 +48,13 @@ type work struct {
 	lease    Lease
 	ctx      context.Context // fn's
 	end      context.CancelCauseFunc
-	gone     atomic.Bool // the lease is lost
-	watchdog *time.Timer // bites at the lease's own deadline, until a renewal includes it
-	untie    func() bool // from the term
+	keeper   *keeper
+	untie    func() bool // keeps the end of keeper from ending ctx
 	over     chan struct{}
 	stranded bool // it was dealt to a node that did not take it
 
 	asked time.Time // when its context was first seen to have ended; the loop's
 	told  bool      // the log knows that fn goes on
-}
-
-func (w *work) lose() {
-	w.gone.Store(true)
-	w.end(ErrLost)
 }
 
 func (w *work) isOver() bool {
@@ -76,40 +66,36 @@ func (w *work) isOver() bool {
 	}
 }
 
-func (r *runner) newTerm() *keeper {
-	return keep(time.Now().Add(r.cfg.TTL), r.cfg.Heartbeat, r.cfg.TTL, r.cfg.margin(), r.renew)
-}
-
-// renew renews every lease whose fn is not over. It judges those it has asked for:
-// one that is acquired meanwhile is not in the answer and not lost, one that is
-// released is over.
-func (r *runner) renew(ctx context.Context) (bool, error) {
-	works := r.list(func(w *work) bool { return !w.gone.Load() && !w.isOver() })
+// renew renews leases by one statement. A lease whose epoch has changed is another process's
+// under our name, and lost.
+func (r *runner) renew(ctx context.Context, patience time.Duration, works []*work) ([]fate, error) {
 	partitions := make([]int, len(works))
 	for i, w := range works {
 		partitions[i] = w.lease.Partition
 	}
-	renewed, err := r.c.leases.Renew(ctx, r.cfg.Group, partitions, r.cfg.Node, r.cfg.TTL)
+	leases, locked, err := r.c.leases.renewFree(ctx, patience, r.cfg.Group, partitions, r.cfg.Node, r.cfg.TTL)
 	if errors.Is(err, ErrClosed) {
 		r.end(ErrClosed)
-		return false, context.Canceled // It is no loss, to the keeper either.
+		return nil, context.Canceled // It is no loss, to the keepers either.
 	}
 	if err != nil {
 		r.warn("renewal failed", "error", err)
-		return false, err
+		return nil, err
 	}
-	epochs := make(map[int]int64, len(renewed))
-	for _, lease := range renewed {
+	epochs := make(map[int]int64, len(leases))
+	for _, lease := range leases {
 		epochs[lease.Partition] = lease.Epoch
 	}
-	for _, w := range works {
-		if epochs[w.lease.Partition] == w.lease.Epoch {
-			w.watchdog.Stop() // From now on the term's deadline comes first.
-			continue
+	fates := make([]fate, len(works))
+	for i, w := range works {
+		switch {
+		case epochs[w.lease.Partition] == w.lease.Epoch:
+			fates[i] = renewed
+		case slices.Contains(locked, w.lease.Partition):
+			fates[i] = busy
 		}
-		w.lose()
 	}
-	return true, nil
+	return fates, nil
 }
 
 // list returns the works that are so, by partition.
@@ -151,7 +137,6 @@ func (r *runner) loop() error {
 		select {
 		case <-r.ctx.Done():
 		case <-r.nudge:
-		case <-r.term.ctx.Done():
 		case <-time.After(r.pause()):
 		}
 	}
@@ -169,9 +154,6 @@ func (r *runner) final(err error) bool {
 
 // step does what is due.
 func (r *runner) step() error {
-	if r.term.ctx.Err() != nil {
-		r.restart()
-	}
 	if !time.Now().Before(r.beat) { // First: what follows may wait for others' transactions.
 		if err := r.heartbeat(); err != nil {
 			return err
@@ -183,30 +165,21 @@ func (r *runner) step() error {
 	return r.look()
 }
 
-// restart begins a new term after one that was lost, with nothing held.
-func (r *runner) restart() {
-	lost := r.list(func(w *work) bool { return true })
-	for _, w := range lost {
-		w.lose() // As the term's end does, but not before it is counted.
-	}
-	r.warn("every lease is lost: no renewal came through in time", "leases", len(lost))
-	_ = r.term.stop()
-	r.term = r.newTerm()
-	r.short, r.changed = true, time.Now()
-}
-
-// settle releases the leases whose fn is over, but for those that are lost.
+// settle releases the leases whose fn is over, unless they are lost.
 func (r *runner) settle() error {
+	lost := 0
+	defer func() {
+		if lost > 0 {
+			r.warn("leases were lost", "leases", lost)
+		}
+	}()
 	for _, w := range r.list((*work).isOver) {
 		w.untie()
-		w.watchdog.Stop()
-		if !w.gone.Load() {
-			// By epoch: not what a successor of our name has by now.
-			if _, err := r.c.leases.giveUp(r.ctx, r.cfg.Group, w.lease.Partition, r.cfg.Node, w.lease.Epoch); err != nil {
-				return err
-			}
-		} else {
+		if w.keeper.stop() != nil {
+			lost++
 			r.short, r.changed = true, time.Now() // It may be had back.
+		} else if _, err := r.c.leases.giveUp(r.ctx, r.cfg.Group, w.lease.Partition, r.cfg.Node, w.lease.Epoch); err != nil { // By epoch: not what a successor of our name has by now.
+			return err
 		}
 		r.mu.Lock()
 		delete(r.works, w.lease.Partition)
@@ -378,14 +351,14 @@ func (r *runner) disclaim(owners []string) error {
 func (r *runner) take(partitions []int, stranded bool) (taken int, err error) {
 	began := time.Now()
 	for _, p := range partitions {
-		if r.ctx.Err() != nil || r.term.ctx.Err() != nil || len(r.nudge) > 0 || time.Since(began) > lookMin {
+		if r.ctx.Err() != nil || len(r.nudge) > 0 || time.Since(began) > lookMin {
 			break
 		}
 		if r.running(p) { // Still, although the lease was lost.
 			continue
 		}
 		// It does not wait for an open guard: renewals, and other partitions, would wait too.
-		lease, err := r.c.leases.take(r.ctx, r.cfg.Group, p, r.cfg.Node, r.cfg.TTL, false)
+		lease, err := r.c.leases.take(r.ctx, r.cfg.Group, p, r.cfg.Node, r.cfg.TTL, true)
 		switch {
 		case errors.Is(err, ErrHeld): // Another was faster, or has it in an open transaction.
 		case err != nil:
@@ -411,8 +384,8 @@ func (r *runner) running(partition int) bool {
 func (r *runner) start(lease Lease, stranded bool) {
 	w := &work{lease: lease, over: make(chan struct{}), stranded: stranded}
 	w.ctx, w.end = context.WithCancelCause(r.ctx)
-	w.watchdog = time.AfterFunc(time.Until(lease.Deadline)-r.cfg.margin(), w.lose)
-	w.untie = context.AfterFunc(r.term.ctx, w.lose)
+	w.keeper = r.renewals.keep(w, newHold(), lease.Deadline, pace{r.cfg.Heartbeat, r.cfg.TTL, r.cfg.margin()})
+	w.untie = context.AfterFunc(w.keeper.ctx, func() { w.end(ErrLost) })
 	r.mu.Lock()
 	r.works[lease.Partition] = w
 	r.mu.Unlock()
@@ -535,7 +508,7 @@ func (r *runner) warn(message string, args ...any) {
 func (r *runner) quit() error {
 	var idle time.Time // since when no fn is running
 	for attempts := 1; ; attempts++ {
-		err := first(r.leave(), r.settle())
+		err := cmp.Or(r.leave(), r.settle())
 		pause := r.cfg.Heartbeat / 4
 		if len(r.list(func(w *work) bool { return !w.isOver() })) == 0 {
 			if idle.IsZero() {
@@ -545,7 +518,9 @@ func (r *runner) quit() error {
 			case err == nil && len(left) > 0: // The last one returned meanwhile.
 				continue
 			case err == nil, errors.Is(err, ErrClosed), r.final(err), time.Since(idle) > r.c.cfg.Timeout:
-				_ = r.term.stop()
+				for _, w := range r.list((*work).isOver) {
+					_ = w.keeper.stop()
+				}
 				return err
 			}
 			pause = backoff(attempts, 10*time.Millisecond, time.Second)

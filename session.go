@@ -6,8 +6,6 @@ import (
 	"database/sql/driver"
 	"errors"
 	"fmt"
-	"math/rand/v2"
-	"sync"
 	"time"
 )
 
@@ -19,23 +17,25 @@ import (
 // No caller's context reaches the connection: a statement that is cancelled kills
 // the connection, and everything that the server has tied to it.
 type session struct {
-	c       *Coord
-	turn    chan struct{} // holds one; who has put it there owns what follows
-	conn    *pinned       // nil until an operation needs one
-	serial  int64         // of the last connection
-	closing chan struct{}
+	*life
+	c    *Coord
+	turn chan struct{} // holds one; who has put it there owns what follows
+
+	conn    *pinned // nil until an operation needs one
+	serial  int64   // of the last connection
+	suspect bool    // the last connection failed: the pool's idle ones may be dead too
 	// ended is told the serial of each connection that was discarded or
 	// abandoned; nil if nothing is tied to connections.
 	ended func(serial int64)
 }
 
-// pinned is a borrowed connection with the statements prepared on it.
+// pinned is a borrowed connection.
 type pinned struct {
-	*sql.Conn
-	serial     int64  // the first of a session is 1
-	mark       string // what the server knows the session by, once it is known to be ours alone
-	unprepared bool
-	prepared   map[string]*sql.Stmt
+	conn
+	kept   *sql.Conn
+	serial int64  // the first of a session is 1
+	mark   string // what the server knows the session by, once it is known to be ours alone
+	stmts  map[string]*sql.Stmt
 }
 
 // doubt is an error after which the session may hold more than we know of: its
@@ -44,43 +44,50 @@ type doubt struct{ error }
 
 func (d doubt) Unwrap() error { return d.error }
 
-// unsure is the error of a statement that may have been committed all the same:
-// its reply was lost.
-type unsure struct{ error }
-
-func (u unsure) Unwrap() error { return u.error }
-
-func newSession(c *Coord) *session {
-	return &session{c: c, turn: make(chan struct{}, 1), closing: make(chan struct{})}
+// newSession returns a session that ends with owner.
+func newSession(c *Coord, owner *life) (*session, error) {
+	s := &session{c: c, life: newLife(nil), turn: make(chan struct{}, 1)}
+	return s, owner.own(s.life, s.close)
 }
 
 // onSession runs do on the session's connection and returns its result. The errors
-// of do are the driver's: what the database has decided is a result. It leaves
-// at once if ctx ends before its turn has come and a connection is there; from then
-// on it waits for do, whatever becomes of ctx, but no longer than [Config.Timeout]:
-// a driver that is stuck longer is abandoned with the connection.
-func onSession[T any](ctx context.Context, s *session, do func(context.Context, *pinned) (T, error)) (T, error) {
+// of do are the driver's: what the database has decided is a result. It leaves at once if
+// ctx ends before its turn has come and a connection is there. It waits for each of these for
+// [Config.Timeout] at most; a renewal, which has a patience, waits for its turn as long as ctx
+// allows. From then on it waits for do, whatever becomes of ctx, but no longer than the
+// patience or [Config.Timeout]: then the call is abandoned with the connection.
+func onSession[T any](ctx context.Context, s *session, patience time.Duration, do func(context.Context, *pinned) (T, error)) (T, error) {
 	var none T
-	if err := s.enter(ctx); err != nil {
-		return none, err
-	}
-	defer func() { <-s.turn }()
-	conn, err := s.borrow(ctx)
+	waiting, done, err := s.admit(ctx)
 	if err != nil {
 		return none, err
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), s.c.cfg.Timeout)
+	defer done()
+	if patience == 0 {
+		patience = s.c.cfg.Timeout
+		var leave context.CancelFunc
+		waiting, leave = context.WithTimeout(waiting, patience)
+		defer leave()
+	}
+	if err := s.enter(waiting); err != nil {
+		return none, err
+	}
+	defer func() { <-s.turn }()
+	conn, err := s.borrow(waiting)
+	if err != nil {
+		return none, err
+	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), patience)
 	defer cancel()
 	s.conn = nil // It stays lost to the session if do does not come back.
-	result, err := await(ctx, s.c, func() (T, error) { return do(ctx, conn) }, func(T, error) { conn.discard() })
-	switch {
-	case errors.Is(err, errAbandoned):
-		s.end(conn)
-		return none, unsure{err}
-	case ctx.Err() != nil || err != nil && s.c.classify(err) == FailureConnection:
+	result, err := await(ctx, s.c, func() (T, error) { return do(ctx, conn) }, func(T, error) { s.c.terminate(conn) })
+	switch abandoned := errors.Is(err, errAbandoned); {
+	case abandoned, ctx.Err() != nil, errors.As(err, new(panicked)), err != nil && s.c.classify(err) == FailureConnection:
 		// lib/pq may answer nil on a connection that it is about to kill.
-		conn.discard()
-		s.end(conn)
+		if s.suspect = true; !abandoned {
+			s.c.busy.Go(func() { s.c.terminate(conn) })
+		}
+		s.tell(conn)
 		if err != nil {
 			return none, unsure{err}
 		}
@@ -92,12 +99,18 @@ func onSession[T any](ctx context.Context, s *session, do func(context.Context, 
 	return result, err
 }
 
-// shared tells whether the connection goes back to the pool after each operation.
-func (s *session) shared() bool {
-	return s.ended == nil && s.c.db.Stats().MaxOpenConnections == 1
+// shared reports whether the connection goes back to the pool after each operation: it may
+// be kept only if that leaves the pool another one.
+func (s *session) shared() bool { return s.ended == nil && !s.c.canPin() }
+
+// canPin reports whether the pool has a connection left for others when one more is kept
+// beside those of the advisory drivers.
+func (c *Coord) canPin() bool {
+	limit := c.db.Stats().MaxOpenConnections
+	return limit == 0 || int(c.pins.Load())+2 <= limit
 }
 
-func (s *session) end(conn *pinned) {
+func (s *session) tell(conn *pinned) {
 	if s.ended != nil {
 		s.ended(conn.serial)
 	}
@@ -108,8 +121,6 @@ func (s *session) enter(ctx context.Context) error {
 	select {
 	case <-ctx.Done():
 		return ended(ctx)
-	case <-s.closing:
-		return ErrClosed
 	case s.turn <- struct{}{}:
 	}
 	if ctx.Err() != nil { // Both at once: nothing is sent for a caller who has left.
@@ -124,235 +135,129 @@ func (s *session) borrow(ctx context.Context) (*pinned, error) {
 	if s.conn != nil {
 		return s.conn, nil
 	}
-	conn, err := await(ctx, s.c, func() (*sql.Conn, error) { return s.c.db.Conn(ctx) }, func(conn *sql.Conn, err error) {
-		if err == nil {
-			conn.Close()
-		}
-	})
+	kept, err := s.connect(ctx)
 	if err != nil {
-		return nil, fmt.Errorf("borrow a connection: %w", err)
+		return nil, fmt.Errorf("get a connection from the pool: %w", err)
 	}
+	s.suspect = false
 	s.serial++
-	unprepared := s.c.cfg.NoPrepare || s.shared() // not kept: preparing would be for nothing
-	return &pinned{Conn: conn, serial: s.serial, unprepared: unprepared, prepared: map[string]*sql.Stmt{}}, nil
+	p := &pinned{kept: kept, serial: s.serial, stmts: map[string]*sql.Stmt{}}
+	p.conn = conn{on: kept, prepared: p.prepare}
+	if s.c.cfg.NoPrepare || s.shared() { // What is not kept would be prepared for nothing.
+		p.conn = unprepared(kept)
+	}
+	return p, nil
 }
 
-// close turns operations that wait away, lets the running one end, which
-// Config.Timeout bounds, and gives the connection back, or discards it if
-// something is tied to it. It must be called once.
-func (s *session) close() {
-	close(s.closing)
-	s.turn <- struct{}{} // Never taken out: no operation gets in any more.
-	conn := s.conn
-	if conn == nil {
-		return
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), s.c.cfg.Timeout)
+// connect borrows a connection. After a failure the pool's idle ones may be dead, which
+// can take each a Timeout to notice: all of them are tried at once, and a new one, and the
+// first that answers is taken.
+func (s *session) connect(ctx context.Context) (*sql.Conn, error) {
+	ctx, cancel := context.WithTimeout(ctx, s.c.cfg.Timeout)
 	defer cancel()
-	part := conn.giveBack
-	if s.ended != nil {
-		part = conn.discard
+	tries := 1
+	if s.suspect {
+		tries += s.c.db.Stats().Idle
 	}
-	bounded(ctx, s.c, part)
-	s.end(conn)
-}
-
-// query runs a statement that returns rows.
-func (p *pinned) query(ctx context.Context, text string, args ...any) (*sql.Rows, error) {
-	if p.unprepared {
-		return p.QueryContext(ctx, text, args...)
+	ping := s.suspect
+	answers := make(chan outcome[*sql.Conn])
+	for range tries {
+		s.c.busy.Go(func() {
+			returnConn := func(conn *sql.Conn, err error) {
+				if err == nil {
+					conn.Close()
+				}
+			}
+			conn, err := await(ctx, s.c, func() (*sql.Conn, error) { return s.c.connect(ctx, ping) }, returnConn)
+			select {
+			case answers <- outcome[*sql.Conn]{conn, err}:
+			case <-ctx.Done():
+				returnConn(conn, err)
+			}
+		})
 	}
-	stmt, err := p.prepare(ctx, text)
-	if err != nil {
-		return nil, err
-	}
-	return stmt.QueryContext(ctx, args...)
-}
-
-// exec runs a statement and returns how many rows it changed.
-func (p *pinned) exec(ctx context.Context, text string, args ...any) (changed int64, err error) {
-	var result sql.Result
-	if p.unprepared {
-		result, err = p.ExecContext(ctx, text, args...)
-	} else {
-		var stmt *sql.Stmt
-		if stmt, err = p.prepare(ctx, text); err == nil {
-			result, err = stmt.ExecContext(ctx, args...)
+	for {
+		select {
+		case a := <-answers:
+			if tries--; a.err == nil || tries == 0 {
+				return a.result, a.err
+			}
+		case <-ctx.Done():
+			return nil, ended(ctx)
 		}
 	}
-	if err != nil {
-		return 0, err
+}
+
+// connect borrows a connection from the pool, and makes sure that it answers if it is to be
+// asked.
+func (c *Coord) connect(ctx context.Context, ping bool) (*sql.Conn, error) {
+	conn, err := c.db.Conn(ctx)
+	if err != nil || !ping {
+		return conn, err
 	}
-	return result.RowsAffected()
+	if err := conn.PingContext(ctx); err != nil {
+		return nil, errors.Join(err, discard(conn))
+	}
+	return conn, nil
+}
+
+// close ends the session. It turns away operations that wait, lets the running one finish,
+// which takes [Config.Timeout] at most, and gives the connection back, or ends it if
+// something is tied to it.
+func (s *session) close() {
+	s.end(func() {
+		s.turn <- struct{}{} // Never taken out: no operation gets in any more.
+		conn := s.conn
+		if conn == nil {
+			return
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), s.c.cfg.Timeout)
+		defer cancel()
+		bounded(ctx, s.c, func() {
+			if s.ended != nil {
+				s.c.terminate(conn)
+			} else {
+				conn.giveBack()
+			}
+		})
+		s.tell(conn)
+	})
+}
+
+// terminate ends a connection and the server's session, within [Config.Timeout]. The
+// session is told first: to close a connection of a pgxpool only returns it to that.
+func (c *Coord) terminate(p *pinned) {
+	ctx, cancel := context.WithTimeout(context.Background(), c.cfg.Timeout)
+	defer cancel()
+	bounded(ctx, c, func() {
+		if text := c.format.terminate; text != "" {
+			_, _ = p.kept.ExecContext(ctx, text)
+		}
+		_ = discard(p.kept)
+	})
 }
 
 func (p *pinned) prepare(ctx context.Context, text string) (*sql.Stmt, error) {
-	if stmt := p.prepared[text]; stmt != nil {
+	if stmt := p.stmts[text]; stmt != nil {
 		return stmt, nil
 	}
-	stmt, err := p.PrepareContext(ctx, text)
+	stmt, err := p.kept.PrepareContext(ctx, text)
 	if err == nil {
-		p.prepared[text] = stmt
+		p.stmts[text] = stmt
 	}
 	return stmt, err
 }
 
 // giveBack returns a healthy connection to the pool.
 func (p *pinned) giveBack() {
-	for _, stmt := range p.prepared {
+	for _, stmt := range p.stmts {
 		stmt.Close() // The pool would not know of them, and the server would keep them.
 	}
-	p.Close()
+	p.kept.Close()
 }
 
-// discard ends the connection. Close alone would return it to the pool.
-func (p *pinned) discard() {
-	_ = p.Raw(func(any) error { return driver.ErrBadConn })
-	p.Close()
-}
-
-// scanRows hands each row to scan and closes rows.
-func scanRows(rows *sql.Rows, err error, scan func() error) error {
-	if err != nil {
-		return err
-	}
-	defer rows.Close()
-	for rows.Next() {
-		if err := scan(); err != nil {
-			return err
-		}
-	}
-	return rows.Err()
-}
-
-var errAbandoned = errors.New("no answer: the database is out of reach, or a transaction has the row")
-
-// await runs do on a goroutine of its own and returns its result. If ctx ends
-// first it returns at once, and late, if not nil, is handed the result whenever do
-// comes back: a driver may be stuck for as long as the network likes. Close of c,
-// which may be nil, waits a while for that.
-func await[T any](ctx context.Context, c *Coord, do func() (T, error), late func(T, error)) (T, error) {
-	type outcome struct {
-		result T
-		err    error
-	}
-	done := make(chan outcome)
-	abandoned := make(chan struct{})
-	work := func() {
-		result, err := do()
-		select {
-		case done <- outcome{result, err}:
-		case <-abandoned:
-			if late != nil {
-				late(result, err)
-			}
-			if c != nil {
-				c.late.Done()
-			}
-		}
-	}
-	if c == nil {
-		go work()
-	} else {
-		c.crew.run(work)
-	}
-	select {
-	case o := <-done:
-		if o.err != nil && ctx.Err() != nil && !errors.Is(o.err, context.Cause(ctx)) { // Not every driver says why it gave up.
-			o.err = fmt.Errorf("%w: %w", o.err, ended(ctx))
-		}
-		return o.result, o.err
-	case <-ctx.Done():
-		if c != nil {
-			c.late.Add(1)
-		}
-		close(abandoned)
-		var none T
-		return none, fmt.Errorf("%w: %w", errAbandoned, ended(ctx))
-	}
-}
-
-// crew runs functions on goroutines of its own and keeps a few for the next: a new
-// one's stack would have to grow as deep as a driver goes for every statement, which
-// is half of what coord adds to it.
-type crew struct {
-	mu     sync.Mutex
-	closed bool
-	idle   []chan func() // of each goroutine that waits for work
-}
-
-const maxIdle = 8
-
-func (w *crew) run(work func()) {
-	w.mu.Lock()
-	last := len(w.idle) - 1
-	if last < 0 {
-		w.mu.Unlock()
-		go w.serve(work)
-		return
-	}
-	next := w.idle[last]
-	w.idle = w.idle[:last]
-	w.mu.Unlock()
-	next <- work
-}
-
-func (w *crew) serve(work func()) {
-	next := make(chan func(), 1)
-	for ok := true; ok; {
-		work()
-		if !w.rest(next) {
-			return
-		}
-		work, ok = <-next
-	}
-}
-
-// rest queues for more work, unless there are enough who do.
-func (w *crew) rest(next chan func()) bool {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.closed || len(w.idle) == maxIdle {
-		return false
-	}
-	w.idle = append(w.idle, next)
-	return true
-}
-
-// close lets the idle go, and the others when they have done their work.
-func (w *crew) close() {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.closed = true
-	for _, next := range w.idle {
-		close(next)
-	}
-	w.idle = nil
-}
-
-// bounded waits for do until ctx ends.
-func bounded(ctx context.Context, c *Coord, do func()) {
-	_, _ = await(ctx, c, func() (struct{}, error) { do(); return struct{}{}, nil }, nil)
-}
-
-// ended is the error of a context that has ended: it answers to ctx.Err and to
-// the cause, which need not be the same.
-func ended(ctx context.Context) error {
-	cause := context.Cause(ctx)
-	if err := ctx.Err(); err != nil && !errors.Is(cause, err) {
-		return fmt.Errorf("%w: %w", err, cause)
-	}
-	return cause
-}
-
-// backoff is how long to wait after so many attempts: from least, doubled each
-// time, to most, and jittered so that rivals do not meet again.
-func backoff(attempts int, least, most time.Duration) time.Duration {
-	d := least
-	for ; attempts > 1 && d < most; attempts-- {
-		if d = d * 2; d > most || d < 0 {
-			d = most
-		}
-	}
-	return d/2 + rand.N(d/2+1)
+// discard ends a connection. Close alone would return it to the pool.
+func discard(conn *sql.Conn) error {
+	_ = conn.Raw(func(any) error { return driver.ErrBadConn })
+	return conn.Close()
 }

@@ -33,9 +33,8 @@ type table struct {
 // firstUse is one look for a table, which makes the table if necessary. It belongs to
 // no caller: all that need the table share it, and it outlives their contexts.
 type firstUse struct {
-	done     chan struct{} // closed at the end; what follows is only read after that
-	err      error
-	panicked any // what the driver panicked with, for every caller that waits
+	done chan struct{} // closed at the end
+	err  error         // only read after that
 }
 
 // formatStore knows which tables there are and in which format.
@@ -46,10 +45,12 @@ type formatStore struct {
 	ddl     string
 	where   string // (schema, table) row of (the schema that has the table, or ""; the schema where it would be made)
 	formats string // () rows of (table, format)
+
+	terminate string // () ends the server's session; "" where closing the connection does
 }
 
 func (s *formatStore) load(c *Coord) error {
-	ddl, ok, err := load(c.dialect, c.names, "format.sql", section{"where", &s.where}, section{"formats", &s.formats})
+	ddl, ok, err := load(c.dialect, c.names, "format.sql", section{"where", &s.where}, section{"formats", &s.formats}, section{"terminate?", &s.terminate})
 	if err == nil && !ok {
 		err = fmt.Errorf("coord: dialect %s: %w", c.dialect.Name(), invalid("format.sql is missing"))
 	}
@@ -81,7 +82,8 @@ func (c *Coord) Migrate(ctx context.Context, types ...ReservationScope) error {
 	}
 	defer done()
 	for _, t := range c.known() {
-		if err := c.ensureAfresh(ctx, t); err != nil {
+		if err := c.ensure(ctx, t, true); err != nil {
+			rethrow(err)
 			return wrap("migrate", err)
 		}
 	}
@@ -142,6 +144,7 @@ func (c *Coord) Purge(ctx context.Context, age time.Duration) (int64, error) {
 	if err != nil && ctx.Err() != nil {
 		return deleted, err
 	}
+	rethrow(err)
 	unknown := wrap("purge reservations", c.reservations.discover(ctx))
 	more, others := c.purgeAll(ctx, c.known()[len(known):], age) // What is known is only added to.
 	return deleted + more, errors.Join(err, unknown, others)
@@ -183,8 +186,9 @@ func (c *Coord) purge(ctx context.Context, t *table, age time.Duration) (int64, 
 func (c *Coord) inBatches(ctx context.Context, text string, age time.Duration) (changed int64, err error) {
 	for {
 		n, err := await(ctx, c, func() (int64, error) {
-			return retry(ctx, c, func() (int64, error) { return c.exec(ctx, text, micros(age), c.now()) })
+			return retry(ctx, c, func() (int64, error) { return c.pool().exec(ctx, text, micros(age), c.now()) })
 		}, nil)
+		rethrow(err)
 		changed += n
 		if err != nil || n == 0 {
 			return changed, err
@@ -223,68 +227,77 @@ func (c *Coord) known() []*table {
 
 // ensure makes sure that t is there and in the known format. It waits for the first
 // use of t, which it begins unless there is one in progress. A failure is tried again
-// by the next operation.
-func (c *Coord) ensure(ctx context.Context, t *table) error {
+// by the next operation. If afresh is set, it looks although t may be ready, and not only
+// before the call.
+func (c *Coord) ensure(ctx context.Context, t *table, afresh bool) error {
 	if t == nil {
 		return c.unsupported()
 	}
-	if t.ready.Load() {
+	if t.ready.Load() && !afresh {
 		return nil
 	}
-	use := c.firstUse(t, false)
-	if use == nil {
-		return nil
-	}
-	return use.wait(ctx, t)
-}
-
-// ensureAfresh is ensure by a look that began after the call, though t may be ready.
-func (c *Coord) ensureAfresh(ctx context.Context, t *table) error {
-	if earlier := c.inProgress(t); earlier != nil {
-		// What it saw may be out of date. A database out of reach is that for everybody.
-		if err := earlier.wait(ctx, t); err != nil && !errors.Is(err, ErrFormat) {
+	for {
+		use, begun := c.firstUse(t, afresh)
+		if use == nil {
+			return nil
+		}
+		err := use.wait(ctx, t)
+		if begun || !afresh || err != nil && !errors.Is(err, ErrFormat) { // A database out of reach is that for everybody.
 			return err
 		}
 	}
-	return c.firstUse(t, true).wait(ctx, t)
 }
 
-// firstUse returns the first use of t that is in progress, or begins one. If t is
-// ready it returns nil, unless again is set. It must be called during an operation.
-func (c *Coord) firstUse(t *table, again bool) *firstUse {
+// firstUse returns the first use of t that is in progress, or begins one, and reports
+// whether it has. If t is ready it returns nil, unless afresh is set. It must be called
+// during an operation.
+func (c *Coord) firstUse(t *table, afresh bool) (use *firstUse, begun bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if t.use == nil {
-		if t.ready.Load() && !again {
-			return nil
-		}
-		use := &firstUse{done: make(chan struct{})}
-		t.use = use
-		c.busy.Go(func() { c.serve(t, use) })
+	if t.use != nil || t.ready.Load() && !afresh {
+		return t.use, false
 	}
-	return t.use
+	t.use = &firstUse{done: make(chan struct{})}
+	c.busy.Go(func() { c.serve(t, t.use) })
+	return t.use, true
 }
 
-// inProgress returns the first use of t that is in progress; nil if there is none.
-func (c *Coord) inProgress(t *table) *firstUse {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return t.use
+// readyIn makes sure that t is there for a statement in the caller's transaction. It looks
+// through that first, which may have made the table. What is seen there is not remembered,
+// since it may be rolled back. A look on the pool remembers it: a transaction must not begin
+// with a read for ever, or SQLite would not let it write after another's commit.
+func (c *Coord) readyIn(ctx context.Context, tx DBTX, t *table) error {
+	ctx, done, err := c.begin(ctx)
+	if err != nil {
+		return err
+	}
+	defer done()
+	if t == nil || t.ready.Load() {
+		return c.ensure(ctx, t, false)
+	}
+	missing, err := c.format.missing(ctx, c.within(tx), t)
+	switch {
+	case err != nil:
+		return err
+	case missing == "":
+		c.notice(t)
+		return nil
+	case !c.beside():
+		return fmt.Errorf("%w: %s, and none can be made beside the transaction", ErrFormat, missing)
+	}
+	return c.ensure(ctx, t, false)
 }
 
 // serve does what a first use is for and tells its callers. Close ends it.
 func (c *Coord) serve(t *table, use *firstUse) {
-	defer func() {
-		use.panicked = recover()
-		c.mu.Lock()
-		defer c.mu.Unlock()
-		t.ready.Store(use.err == nil && use.panicked == nil)
-		t.use = nil
-		close(use.done)
-	}()
-	ctx, cancel := context.WithTimeout(c.life, c.cfg.Timeout)
+	ctx, cancel := context.WithTimeout(c.ctx, c.cfg.Timeout)
 	defer cancel()
 	use.err = c.format.ensure(ctx, t)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	t.ready.Store(use.err == nil)
+	t.use = nil
+	close(use.done)
 }
 
 // wait waits for the first use of t and returns its error, or that of ctx if it ends
@@ -292,13 +305,10 @@ func (c *Coord) serve(t *table, use *firstUse) {
 func (f *firstUse) wait(ctx context.Context, t *table) error {
 	select {
 	case <-f.done:
+		return f.err
 	case <-ctx.Done():
 		return fmt.Errorf("first use of table %s: %w", t.name, ended(ctx))
 	}
-	if f.panicked != nil {
-		panic(f.panicked)
-	}
-	return f.err
 }
 
 // notice looks for t on the pool, in the background, and remembers it if it is there.
@@ -312,9 +322,9 @@ func (c *Coord) notice(t *table) {
 	}
 	t.noticed = true
 	c.busy.Go(func() {
-		ctx, cancel := context.WithTimeout(c.life, c.cfg.Timeout)
+		ctx, cancel := context.WithTimeout(c.ctx, c.cfg.Timeout)
 		defer cancel()
-		missing, err := c.format.missing(ctx, c.db, t)
+		missing, err := c.format.missingOnPool(ctx, t)
 		if err == nil && missing == "" {
 			err = c.format.prepare(ctx, t)
 		}
@@ -332,14 +342,14 @@ func (c *Coord) missing(ctx context.Context, t *table) (bool, error) {
 	if t.ready.Load() {
 		return false, nil
 	}
-	missing, err := c.format.missing(ctx, c.db, t)
+	missing, err := c.format.missingOnPool(ctx, t)
 	return missing != "", err
 }
 
 // ensure looks, makes what is missing, and looks again: another version may have
 // been faster.
 func (s *formatStore) ensure(ctx context.Context, t *table) error {
-	missing, err := s.missing(ctx, s.c.db, t)
+	missing, err := s.missingOnPool(ctx, t)
 	if err != nil {
 		return err
 	}
@@ -348,11 +358,13 @@ func (s *formatStore) ensure(ctx context.Context, t *table) error {
 			return fmt.Errorf("%w: %s", ErrFormat, missing)
 		}
 		// One message without parameters: on Postgres one transaction, and the lock at its head serialises it.
-		_, err := step(ctx, s.c, func(ctx context.Context) (sql.Result, error) { return s.c.db.ExecContext(ctx, s.ddl+"\n"+t.ddl) })
+		_, err := pooled(ctx, s.c, func(ctx context.Context, on conn) (sql.Result, error) {
+			return on.on.ExecContext(ctx, s.ddl+"\n"+t.ddl)
+		})
 		if err != nil {
 			return fmt.Errorf("make table %s: %w", t.name, err)
 		}
-		if missing, err = s.missing(ctx, s.c.db, t); err != nil {
+		if missing, err = s.missingOnPool(ctx, t); err != nil {
 			return err
 		}
 		if missing != "" {
@@ -362,23 +374,30 @@ func (s *formatStore) ensure(ctx context.Context, t *table) error {
 	return s.prepare(ctx, t)
 }
 
-// prepare prepares the statements of t that run inside callers' transactions.
+// prepare prepares the statements of t that run inside callers' transactions, so that they
+// take one round trip there: inside, a second connection can't be waited for.
 func (s *formatStore) prepare(ctx context.Context, t *table) error {
-	_, err := step(ctx, s.c, func(ctx context.Context) (struct{}, error) { return struct{}{}, s.c.prepareGuards(ctx, t.guards) })
+	_, err := pooled(ctx, s.c, func(ctx context.Context, _ conn) (struct{}, error) {
+		for _, text := range t.guards {
+			if _, err := s.c.prepare(ctx, text); err != nil {
+				return struct{}{}, fmt.Errorf("prepare: %w", err)
+			}
+		}
+		return struct{}{}, nil
+	})
 	return err
 }
 
 // missing says what t lacks, "" if nothing. It returns [ErrFormat] if t, or what
-// records the formats, is of an unknown format or out of place. It looks on the
-// pool or through the caller's transaction.
-func (s *formatStore) missing(ctx context.Context, on DBTX, t *table) (string, error) {
+// records the formats, is of an unknown format or out of place.
+func (s *formatStore) missing(ctx context.Context, on conn, t *table) (string, error) {
 	at, home, err := s.look(ctx, on, s.schema, s.name)
 	if err != nil || at == "" {
 		return "no table " + s.name, err
 	}
-	formats, err := ask(ctx, s.c, on, s.read)
+	formats, err := s.read(ctx, on)
 	if err != nil {
-		return "", fmt.Errorf("read formats: %w", err)
+		return "", err
 	}
 	for _, name := range []string{s.name, t.record} {
 		if format, recorded := formats[name]; recorded && format != knownFormat {
@@ -401,53 +420,46 @@ func (s *formatStore) missing(ctx context.Context, on DBTX, t *table) (string, e
 	return "no format record for table " + t.name, nil
 }
 
+// missingOnPool is missing by a look on the pool.
+func (s *formatStore) missingOnPool(ctx context.Context, t *table) (string, error) {
+	return pooled(ctx, s.c, func(ctx context.Context, _ conn) (string, error) { return s.missing(ctx, unprepared(s.c.db), t) })
+}
+
 // recorded returns the format records, by table; none if there is no table of them.
 func (s *formatStore) recorded(ctx context.Context) (map[string]int64, error) {
-	at, _, err := s.look(ctx, s.c.db, s.schema, s.name)
-	if err != nil || at == "" {
-		return nil, err
-	}
-	formats, err := ask(ctx, s.c, s.c.db, s.read)
-	if err != nil {
-		err = fmt.Errorf("read formats: %w", err)
-	}
-	return formats, err
+	return pooled(ctx, s.c, func(ctx context.Context, _ conn) (map[string]int64, error) {
+		on := unprepared(s.c.db)
+		at, _, err := s.look(ctx, on, s.schema, s.name)
+		if err != nil || at == "" {
+			return nil, err
+		}
+		return s.read(ctx, on)
+	})
 }
 
 // look returns the schema that has a table, "" if none, and that where it would be
 // made.
-func (s *formatStore) look(ctx context.Context, on DBTX, schema, name string) (at, home string, err error) {
-	places, err := ask(ctx, s.c, on, func(ctx context.Context, on DBTX) (places [2]string, err error) {
-		err = on.QueryRowContext(ctx, s.where, schema, name).Scan(&places[0], &places[1])
-		return places, err
-	})
-	if err != nil {
+func (s *formatStore) look(ctx context.Context, on conn, schema, name string) (at, home string, err error) {
+	if _, err = on.row(ctx, s.where, []any{schema, name}, &at, &home); err != nil {
 		err = fmt.Errorf("look for table %s: %w", name, err)
 	}
-	return places[0], places[1], err
+	return at, home, err
 }
 
 // read returns the format records, by table.
-func (s *formatStore) read(ctx context.Context, on DBTX) (map[string]int64, error) {
+func (s *formatStore) read(ctx context.Context, on conn) (map[string]int64, error) {
 	formats := map[string]int64{}
 	var name string
 	var format int64
-	rows, err := on.QueryContext(ctx, s.formats)
-	err = scanRows(rows, err, func() error {
-		err := rows.Scan(&name, &format)
+	err := on.each(ctx, s.formats, nil, func(row func(...any) error) error {
+		err := row(&name, &format)
 		formats[name] = format
 		return err
 	})
-	return formats, err
-}
-
-// ask is a step on the pool, or a statement in the caller's transaction, which goes
-// by ctx and can't be sent again.
-func ask[T any](ctx context.Context, c *Coord, on DBTX, do func(context.Context, DBTX) (T, error)) (T, error) {
-	if on != DBTX(c.db) {
-		return do(ctx, on)
+	if err != nil {
+		err = fmt.Errorf("read formats: %w", err)
 	}
-	return step(ctx, c, func(ctx context.Context) (T, error) { return do(ctx, on) })
+	return formats, err
 }
 
 // beside tells whether a table can be made while a caller's transaction is open: on

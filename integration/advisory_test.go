@@ -64,8 +64,8 @@ func TestAdvisoryReleasesQueue(t *testing.T) {
 // name, whether the statement had its effect or not.
 func TestAdvisoryRefusedStatement(t *testing.T) {
 	eachPostgres(t, func(t *testing.T, e *env) {
-		const call = "pg_try_advisory_lock($1::bigint)"
-		fails := fmt.Sprintf("1 / (CASE WHEN $1::bigint = %d THEN 0 ELSE 1 END) = 1", coord.AdvisoryKey("bad"))
+		const call = "pg_try_advisory_lock((value ->> 0)::bigint)"
+		fails := fmt.Sprintf("1 / (CASE WHEN (value ->> 0)::bigint = %d THEN 0 ELSE 1 END) = 1", coord.AdvisoryKey("bad"))
 		for _, text := range []string{call + " AND " + fails, fails + " AND " + call} {
 			dialect := copyDialect(t, e.dialect)
 			file := dialect.files["advisory.sql"]

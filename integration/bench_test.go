@@ -104,7 +104,7 @@ func leasePairs(b testing.TB, e *env) []pair {
 	s, r := e.coord(b).Leases(), newRaw(b, e)
 	all := e.fillLeases(b, s, 10000)
 	acquire, release, renew := r.prepare(e, "lease.sql", "acquire"), r.prepare(e, "lease.sql", "release"), r.prepare(e, "lease.sql", "renew")
-	var granted bool
+	var granted, renewed bool
 	var owner string
 	var partition, epoch, expires int64
 	ctx := context.Background()
@@ -119,7 +119,7 @@ func leasePairs(b testing.TB, e *env) []pair {
 			}
 		},
 		func() {
-			query(b, acquire, []any{&granted, &owner, &epoch, &expires}, "bench", 0, "o", time.Minute.Microseconds(), nil, int64(1), true)
+			query(b, acquire, []any{&granted, &owner, &epoch, &expires}, "bench", 0, "o", time.Minute.Microseconds(), nil, int64(1))
 			execute(b, release, "bench", 0, "o", 0)
 		},
 	}}
@@ -133,7 +133,7 @@ func leasePairs(b testing.TB, e *env) []pair {
 				}
 			},
 			func() {
-				if got := query(b, renew, []any{&partition, &epoch, &expires}, "jobs", list, "o", time.Hour.Microseconds(), nil); got != n {
+				if got := query(b, renew, []any{&partition, &epoch, &expires, &renewed}, "jobs", list, "o", time.Hour.Microseconds(), nil); got != n {
 					b.Fatal(got)
 				}
 			},

@@ -235,6 +235,40 @@ func eventually(t testing.TB, what string, holds func() bool) {
 	}
 }
 
+// asksAgain waits until statements about table have been sent several times from now on, one
+// after the other: a caller that finds a row locked asks for it again. Meanwhile no more than
+// blocked of them may wait for another transaction.
+func (e *env) asksAgain(t testing.TB, table string, blocked int) {
+	t.Helper()
+	query := "SELECT coalesce((extract(epoch FROM max(query_start)) * 1000000)::bigint, 0), count(*) FILTER (WHERE wait_event IN ('transactionid', 'tuple'))" +
+		" FROM pg_stat_activity WHERE datname = current_database() AND query NOT LIKE '%pg_stat_activity%' AND query LIKE '%" + table + "%'"
+	var last, sent int64
+	times := -1 // The first look only tells what was sent before.
+	eventually(t, "statements about "+table+" are sent again", func() bool {
+		var waiting int
+		e.scan(t, query, &sent, &waiting)
+		if waiting > blocked {
+			t.Fatalf("%d statements about %s wait for a lock, want %d", waiting, table, blocked)
+		}
+		if sent > last || times < 0 {
+			last = sent
+			times++
+		}
+		return times >= 4
+	})
+}
+
+// blocked waits until n statements about table wait for a lock.
+func (e *env) blocked(t testing.TB, table string, n int) {
+	t.Helper()
+	query := "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock' AND query LIKE '%" + table + "%'"
+	eventually(t, fmt.Sprintf("%d statements about %s wait for a lock", n, table), func() bool {
+		var waiting int
+		e.scan(t, query, &waiting)
+		return waiting == n
+	})
+}
+
 // clock is a clock that stands still until it is set.
 type clock struct {
 	mu  sync.Mutex

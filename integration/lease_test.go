@@ -364,8 +364,8 @@ func TestLeaseRaceOnExpiry(t *testing.T) {
 	})
 }
 
-// TestLeaseGuard: a takeover waits for an open guard; a renewal and a release do
-// not (on SQLite everything waits).
+// TestLeaseGuard: a takeover asks again until an open guard has ended; a renewal and a
+// release do not wait for it (on SQLite everything waits).
 func TestLeaseGuard(t *testing.T) {
 	eachPostgres(t, func(t *testing.T, e *env) {
 		s := e.coord(t).Leases()
@@ -391,8 +391,7 @@ func TestLeaseGuard(t *testing.T) {
 				_, err := rival.Acquire(context.Background(), "jobs", 3, "b", time.Hour)
 				taken <- err
 			}()
-			waiting := "SELECT count(*) > 0 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%coord_lease%' AND datname = current_database()"
-			eventually(t, "the takeover waits for the guard", func() (waits bool) { e.scan(t, waiting, &waits); return waits })
+			e.asksAgain(t, "coord_lease", 0)
 			select {
 			case err := <-taken:
 				t.Fatalf("Acquire(b) = %v while the guard was open", err)
@@ -430,65 +429,72 @@ func TestLeaseGuardOldEpoch(t *testing.T) {
 	})
 }
 
-// TestLeaseWaitedGrant: a grant that waited for a row lasts its full TTL from the
-// moment the row is owned, and a renewal judges expiry after it has waited.
-func TestLeaseWaitedGrant(t *testing.T) {
+// renewal is what Renew returned.
+type renewal struct {
+	leases []coord.Lease
+	err    error
+}
+
+// renewInBackground calls Renew for an hour, for a caller that does not wait.
+func renewInBackground(s *coord.LeaseStore, partitions []int, owner string) <-chan renewal {
+	done := make(chan renewal, 1)
+	go func() {
+		leases, err := s.Renew(context.Background(), "jobs", partitions, owner, time.Hour)
+		done <- renewal{leases, err}
+	}()
+	return done
+}
+
+// TestLeaseLockedRow: a grant that had to ask for a locked row again lasts its full TTL from
+// the moment the row is owned. A renewal that asked for it past its expiry renews nothing.
+func TestLeaseLockedRow(t *testing.T) {
 	eachPostgres(t, func(t *testing.T, e *env) {
 		s := e.coord(t).Leases()
-		held := grant(t, s, "a", e.ttl())
-		tx, err := e.db.BeginTx(t.Context(), nil)
-		if err != nil {
-			t.Fatal(err)
+		held := grant(t, s, "a", 3*time.Second)
+		lock := func() *sql.Tx {
+			t.Helper()
+			tx, err := e.db.Begin()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := tx.Exec("SELECT FROM coord_lease FOR UPDATE"); err != nil {
+				t.Fatal(err)
+			}
+			return tx
 		}
+		tx := lock()
 		defer tx.Rollback()
-		if _, err := tx.Exec("SELECT FROM coord_lease FOR UPDATE"); err != nil {
-			t.Fatal(err)
-		}
-		type result struct {
-			leases []coord.Lease
-			err    error
-		}
-		renewal := make(chan result, 1)
-		go func() {
-			leases, err := s.Renew(context.Background(), "jobs", []int{3}, "a", time.Hour)
-			renewal <- result{leases, err}
-		}()
-		waiting := "SELECT count(*) > 0 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
-		eventually(t, "the renewal waits for the row", func() (waits bool) { e.scan(t, waiting, &waits); return waits })
+		renewed := renewInBackground(s, []int{3}, "a")
+		e.asksAgain(t, "coord_lease", 0)
 		e.pass(t, held.ExpiresAt)
-		tx.Rollback() // The row was merely locked.
-		if r := <-renewal; len(r.leases) != 0 || r.err != nil {
-			t.Fatalf("Renew that waited past expiry = %v, %v, want nothing", r.leases, r.err)
+		tx.Rollback() // The row was only locked.
+		if r := <-renewed; len(r.leases) != 0 || r.err != nil {
+			t.Fatalf("Renew that asked past the expiry = %v, %v, want nothing", r.leases, r.err)
 		}
 
-		if tx, err = e.db.BeginTx(t.Context(), nil); err != nil {
-			t.Fatal(err)
-		}
+		tx = lock()
 		defer tx.Rollback()
-		if _, err := tx.Exec("SELECT FROM coord_lease FOR UPDATE"); err != nil {
-			t.Fatal(err)
-		}
-		acquired := make(chan result, 1)
+		acquired := make(chan renewal, 1)
 		go func() {
 			lease, err := s.Acquire(context.Background(), "jobs", 3, "b", time.Hour)
-			acquired <- result{[]coord.Lease{lease}, err}
+			acquired <- renewal{[]coord.Lease{lease}, err}
 		}()
-		eventually(t, "the takeover waits for the row", func() (waits bool) { e.scan(t, waiting, &waits); return waits })
+		e.asksAgain(t, "coord_lease", 0)
 		freed := e.now(t)
 		tx.Rollback()
 		if r := <-acquired; r.err != nil || r.leases[0].ExpiresAt.Before(freed.Add(time.Hour)) {
-			t.Fatalf("Acquire that waited = %+v, %v, want a full hour from %v", r.leases, r.err, freed)
+			t.Fatalf("Acquire of a row that was locked = %+v, %v, want a full hour from %v", r.leases, r.err, freed)
 		}
 	})
 }
 
-// TestLeaseRenewJudgesLast: a lease that expires while the renewal waits for
-// another row is lost.
-func TestLeaseRenewJudgesLast(t *testing.T) {
+// TestLeaseRenewBesideALock: while a row is locked the others are renewed. The lease of the
+// locked row is lost if it expires meanwhile, and renewed if it does not.
+func TestLeaseRenewBesideALock(t *testing.T) {
 	eachPostgres(t, func(t *testing.T, e *env) {
 		s := e.coord(t).Leases()
-		for _, partition := range []int{1, 2} {
-			ttl := map[int]time.Duration{1: e.ttl(), 2: time.Hour}[partition]
+		ttls := map[int]time.Duration{1: 3 * time.Second, 2: time.Hour, 4: 3 * time.Second}
+		for partition, ttl := range ttls {
 			if _, err := s.Acquire(t.Context(), "jobs", partition, "o", ttl); err != nil {
 				t.Fatal(err)
 			}
@@ -498,25 +504,16 @@ func TestLeaseRenewJudgesLast(t *testing.T) {
 			t.Fatal(err)
 		}
 		defer tx.Rollback()
-		if _, err := tx.Exec("SELECT FROM coord_lease WHERE partition = 2 FOR UPDATE"); err != nil {
+		if _, err := tx.Exec("SELECT FROM coord_lease WHERE partition IN (1, 2) FOR UPDATE"); err != nil {
 			t.Fatal(err)
 		}
-		renewed := make(chan []coord.Lease, 1)
-		go func() {
-			leases, err := s.Renew(context.Background(), "jobs", []int{1, 2}, "o", time.Hour)
-			if err != nil {
-				t.Error(err)
-			}
-			renewed <- leases
-		}()
-		eventually(t, "the renewal waits for the second row", func() (waits bool) {
-			e.scan(t, "SELECT count(*) > 0 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()", &waits)
-			return waits
-		})
-		e.pass(t, e.now(t).Add(e.ttl()))
+		renewed := renewInBackground(s, []int{1, 2, 4}, "o")
+		e.asksAgain(t, "coord_lease", 0)
+		e.pass(t, e.now(t).Add(ttls[1]))
 		tx.Rollback()
-		if leases := <-renewed; len(leases) != 1 || leases[0].Partition != 2 {
-			t.Errorf("Renew = %v, want the second alone", leases)
+		r := <-renewed
+		if r.err != nil || len(r.leases) != 2 || r.leases[0].Partition != 2 || r.leases[1].Partition != 4 {
+			t.Errorf("Renew = %v, %v, want partitions 2 and 4", r.leases, r.err)
 		}
 	})
 }
@@ -535,7 +532,7 @@ func TestLeaseLateAttempt(t *testing.T) {
 			granted int
 		}{{attempt - 1, 0}, {attempt, 1}, {attempt + 1, 1}, {attempt + 1<<32, 1}, {attempt - 1, 1}} {
 			granted := 0
-			rows, err := e.db.Query(acquire, "jobs", int64(3), "o", time.Hour.Microseconds(), nil, c.attempt, true)
+			rows, err := e.db.Query(acquire, "jobs", int64(3), "o", time.Hour.Microseconds(), nil, c.attempt)
 			if err != nil {
 				t.Fatal(err)
 			}

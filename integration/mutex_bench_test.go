@@ -55,12 +55,13 @@ func advisoryPair(b testing.TB, e *env) pair {
 	m := newMutex(b, e.mutexDriver(b, "advisory"), coord.MutexConfig{})
 	tryUnlock(b, m)() // Opens the session.
 	r := newRaw(b, e)
-	lock, unlock := r.prepare(e, "advisory.sql", "lock"), r.prepare(e, "advisory.sql", "unlock")
+	exchange := r.prepare(e, "advisory.sql", "exchange")
 	query(b, r.prepare(e, "advisory.sql", "mark"), []any{new(string)}, "bare")
+	var place int64
 	var yes bool
 	return pair{"advisory", tryUnlock(b, m), func() {
-		query(b, lock, []any{&yes}, int64(1), "bare")
-		query(b, unlock, []any{&yes}, int64(1), "bare")
+		query(b, exchange, []any{&place, &yes}, "[[1, true]]", "bare")
+		query(b, exchange, []any{&place, &yes}, "[[1, false]]", "bare")
 	}}
 }
 

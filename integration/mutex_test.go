@@ -214,8 +214,9 @@ func TestStalledAcquirer(t *testing.T) {
 		if err := c.Migrate(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		// Whoever inserts while the gate is shut waits right before the row is its own.
-		e.exec(t, `CREATE FUNCTION stall() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN PERFORM pg_advisory_xact_lock_shared(1); RETURN NEW; END $$;
+		// A caller that inserts while the gate is shut waits right before the row is its own, for
+		// longer than an acquisition waits for a rival.
+		e.exec(t, `CREATE FUNCTION stall() RETURNS trigger LANGUAGE plpgsql SET lock_timeout = 0 AS $$ BEGIN PERFORM pg_advisory_xact_lock_shared(1); RETURN NEW; END $$;
 			CREATE TRIGGER stall BEFORE INSERT ON coord_mutex FOR EACH ROW WHEN (current_setting('application_name') = 'slow') EXECUTE FUNCTION stall()`)
 		slow := *e
 		slow.url += "&application_name=slow"
@@ -784,21 +785,22 @@ func TestAdvisoryForeignSession(t *testing.T) {
 			args    []any
 			want    sql.NullBool
 		}{
-			{"lock", []any{int64(1), "mine"}, sql.NullBool{}},
+			{"exchange", []any{"[[1, true]]", "mine"}, sql.NullBool{}},
 			{"mark", []any{"mine"}, sql.NullBool{}},
-			{"lock", []any{int64(1), "other"}, sql.NullBool{}},
-			{"unlock", []any{int64(1), "other"}, sql.NullBool{}},
-			{"lock", []any{int64(1), "mine"}, sql.NullBool{Bool: true, Valid: true}},
-			{"unlock", []any{int64(1), "other"}, sql.NullBool{}},
-			{"unlock", []any{int64(1), "mine"}, sql.NullBool{Bool: true, Valid: true}},
+			{"exchange", []any{"[[1, true]]", "other"}, sql.NullBool{}},
+			{"exchange", []any{"[[1, false]]", "other"}, sql.NullBool{}},
+			{"exchange", []any{"[[1, true]]", "mine"}, sql.NullBool{Bool: true, Valid: true}},
+			{"exchange", []any{"[[1, false]]", "other"}, sql.NullBool{}},
+			{"exchange", []any{"[[1, false]]", "mine"}, sql.NullBool{Bool: true, Valid: true}},
 		} {
 			row := conn.QueryRowContext(t.Context(), sectionText(t, e.dialect, "advisory.sql", step.section), step.args...)
 			if step.section == "mark" {
 				err = row.Scan(new(string))
 			} else {
+				var place int64
 				var got sql.NullBool
-				if err = row.Scan(&got); got != step.want {
-					t.Errorf("%s %v = %v, want %v", step.section, step.args, got, step.want)
+				if err = row.Scan(&place, &got); got != step.want || place != 1 {
+					t.Errorf("%s %v = %d, %v, want %v", step.section, step.args, place, got, step.want)
 				}
 			}
 			if err != nil {
@@ -808,35 +810,39 @@ func TestAdvisoryForeignSession(t *testing.T) {
 	})
 }
 
-// TestAdvisoryStatementFails: after an error of lock or unlock, nobody knows what
-// the session holds, so it ends, and with it all that it holds.
+// TestAdvisoryStatementFails: after errors of lock or unlock that leave unknown what the
+// session holds, it ends, and with it all that it holds.
 func TestAdvisoryStatementFails(t *testing.T) {
 	eachPostgres(t, func(t *testing.T, e *env) {
-		for _, section := range []string{"lock", "unlock"} {
+		for _, function := range []string{"pg_try_advisory_lock", "pg_advisory_unlock"} {
 			d := copyDialect(t, e.dialect)
-			function := map[string]string{"lock": "pg_try_advisory_lock", "unlock": "pg_advisory_unlock"}[section]
 			text := string(d.files["advisory.sql"].Data)
-			// The function has its way, then the statement fails.
-			d.files["advisory.sql"].Data = []byte(strings.Replace(text, function+"($1::bigint) END", function+"($1::bigint) AND 1 / (CASE WHEN $1::bigint = 0 THEN 1 ELSE 0 END) = 1 END", 1))
+			// The function has its effect, then the statement fails, and so does the one that would settle it.
+			const of, fails = "((value ->> 0)::bigint)", " IS NOT NULL AND 1 / (CASE WHEN (value ->> 0)::bigint = 0 THEN 1 ELSE 0 END) = 1"
+			text = strings.Replace(text, "pg_advisory_unlock"+of, "pg_advisory_unlock"+of+fails, 1)
+			if function == "pg_try_advisory_lock" {
+				text = strings.Replace(text, function+of, function+of+fails, 1)
+			}
+			d.files["advisory.sql"].Data = []byte(text)
 			driver, err := newCoord(t, e.open(t), d, e.config()).AdvisoryDriver(coord.DriverConfig{})
 			if err != nil {
 				t.Fatal(err)
 			}
 			lock, err := driver.Acquire(t.Context(), "a", time.Hour)
-			if section == "unlock" {
+			if function == "pg_advisory_unlock" {
 				if err != nil {
 					t.Fatal(err)
 				}
 				_, err = driver.Release(t.Context(), lock)
 			}
 			if err == nil || errors.Is(err, coord.ErrHeld) {
-				t.Errorf("%s that fails = %v, want the driver's error", section, err)
+				t.Errorf("%s that fails = %v, want the driver's error", function, err)
 			}
 			rival := newMutex(t, e.mutexDriver(t, "advisory"), coord.MutexConfig{})
 			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 			defer cancel()
 			if taken, err := rival.Lock(ctx, "a"); err != nil {
-				t.Errorf("Lock by another after a failed %s = %v", section, err)
+				t.Errorf("Lock by another after a failed %s = %v", function, err)
 			} else {
 				taken.Unlock(ctx)
 			}
@@ -921,10 +927,8 @@ func TestCloseLetsReleasesThrough(t *testing.T) {
 			released <- err
 		}()
 		go func() { _, err := d.Acquire(context.Background(), "free", time.Hour); acquired <- err }()
-		eventually(t, "both wait for their rows", func() (wait bool) {
-			e.scan(t, "SELECT count(*) = 2 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()", &wait)
-			return wait
-		})
+		e.blocked(t, "coord_mutex", 1) // The release waits for its row, and the acquisition asks for its own.
+		e.asksAgain(t, "coord_mutex", 1)
 		closed := make(chan struct{})
 		go func() { c.Close(); close(closed) }()
 		if err := <-acquired; !errors.Is(err, coord.ErrClosed) {
@@ -1240,8 +1244,8 @@ func TestMutexStaysHOT(t *testing.T) {
 	})
 }
 
-// TestMutexGuard: a takeover waits for an open guard, a renewal and a release do
-// not.
+// TestMutexGuard: a takeover asks again until an open guard has ended, a renewal and a
+// release do not wait for it.
 func TestMutexGuard(t *testing.T) {
 	eachPostgres(t, func(t *testing.T, e *env) {
 		m := newMutex(t, e.mutexDriver(t, "table"), coord.MutexConfig{})
@@ -1270,10 +1274,12 @@ func TestMutexGuard(t *testing.T) {
 			_, err := rival.Acquire(context.Background(), "m", time.Hour)
 			taken <- err
 		}()
-		eventually(t, "the takeover waits for the guard", func() (waits bool) {
-			e.scan(t, "SELECT count(*) > 0 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%coord_mutex%' AND datname = current_database()", &waits)
-			return waits
-		})
+		e.asksAgain(t, "coord_mutex", 0)
+		select {
+		case err := <-taken:
+			t.Errorf("Acquire during the guard = %v", err)
+		default:
+		}
 		tx.Commit()
 		if err := <-taken; err != nil {
 			t.Errorf("Acquire after the guard = %v", err)

@@ -24,7 +24,7 @@ func reservationPairs(b testing.TB, e *env) []pair {
 	var at, expires, outcome int64
 	row := []any{&granted, &tenant, &id, &confirmed, &at, &holds, &expires}
 	send := func(key string) int {
-		return query(b, reserve, row, names.Tenant, names.Namespace, key, owner.Tenant, owner.ID, "h", time.Minute.Microseconds(), nil, int64(1))
+		return query(b, reserve, row, names.Tenant, names.Namespace, key, owner.Tenant, owner.ID, "h", time.Minute.Microseconds(), nil, int64(1), true)
 	}
 	return []pair{{
 		"reserve+confirm",

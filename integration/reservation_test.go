@@ -890,7 +890,8 @@ func TestReservationRivals(t *testing.T) {
 						test.rival(t, s.WithTx(tx), key)
 						var wg sync.WaitGroup
 						for _, then := range test.then {
-							wg.Go(func() { then(t, s, key) })
+							other := e.coord(t).Reservations() // Callers of one Coord queue for the key.
+							wg.Go(func() { then(t, other, key) })
 						}
 						eventually(t, "all wait for the rival", func() bool {
 							var waiting int
@@ -1098,8 +1099,12 @@ func TestReserveUnseen(t *testing.T) {
 	eachEngine(t, func(t *testing.T, e *env) {
 		s := e.coord(t).Reservations()
 		reserve(t, s, "k", "a", "known", time.Hour)
-		left := newCoord(t, e.open(t), e.dialect, e.config())
-		find(t, left.Reservations(), "k") // Else it would still look for the table when its callers leave.
+		holds := map[string]time.Duration{"known": 5 * time.Hour, "unseen": 2 * time.Hour, "retried": 2 * time.Hour}
+		left := map[string]*coord.Coord{} // A Coord has one Reserve of a key in flight at most.
+		for hold := range holds {
+			left[hold] = newCoord(t, e.open(t), e.dialect, e.config())
+			find(t, left[hold].Reservations(), "k") // Else it would still look for the table when its caller leaves.
+		}
 		tx, err := e.db.BeginTx(t.Context(), nil)
 		if err != nil {
 			t.Fatal(err)
@@ -1107,11 +1112,11 @@ func TestReserveUnseen(t *testing.T) {
 		defer tx.Rollback()
 		reserve(t, s.WithTx(tx), "k", "a", "never", time.Hour) // The row is locked.
 		var wg, told sync.WaitGroup
-		for hold, ttl := range map[string]time.Duration{"known": 5 * time.Hour, "unseen": 2 * time.Hour, "retried": 2 * time.Hour} {
+		for hold, ttl := range holds {
 			wg.Go(func() {
-				ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+				ctx, cancel := context.WithTimeout(t.Context(), time.Second) // Time enough for it to be sent.
 				defer cancel()
-				if _, err := left.Reservations().Reserve(ctx, names, "k", ref("a"), hold, ttl); !errors.Is(err, context.DeadlineExceeded) {
+				if _, err := left[hold].Reservations().Reserve(ctx, names, "k", ref("a"), hold, ttl); !errors.Is(err, context.DeadlineExceeded) {
 					t.Errorf("Reserve(%s) = %v, want its deadline", hold, err)
 				}
 			})
@@ -1125,7 +1130,9 @@ func TestReserveUnseen(t *testing.T) {
 			landed := r.ExpiresAt.After(e.now(t).Add(4 * time.Hour)) // "known" at least
 			return err == nil && landed && show(r) == "a known retried"
 		})
-		left.Close() // It waits for what is still to be undone.
+		for _, c := range left {
+			c.Close() // It waits for what is still to be undone.
+		}
 		if got := find(t, s, "k"); got != "a known retried" {
 			t.Errorf("found %q, want what was told of", got)
 		}

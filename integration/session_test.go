@@ -14,7 +14,7 @@ import (
 // statements.
 func backend(t *testing.T, e *env) (pid int) {
 	t.Helper()
-	e.scan(t, "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() AND query LIKE '%coord_lease%' ORDER BY query_start DESC LIMIT 1", &pid)
+	e.scan(t, "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND query NOT LIKE '%pg_stat_activity%' AND query LIKE '%coord_lease%' ORDER BY query_start DESC LIMIT 1", &pid)
 	return pid
 }
 
@@ -52,6 +52,13 @@ func TestSessionOutlivesItsCallers(t *testing.T) {
 		db := e.open(t)
 		s := newCoord(t, db, e.dialect, e.config()).Leases()
 		grant(t, s, "a", time.Hour)
+		renew := func(ctx context.Context) renewal {
+			leases, err := s.Renew(ctx, "jobs", []int{3}, "a", time.Hour)
+			return renewal{leases, err}
+		}
+		if r := renew(t.Context()); r.err != nil { // Prepares it on the session: a lock on the table stops a Prepare too.
+			t.Fatal(r.err)
+		}
 		pid := backend(t, e)
 
 		if _, err := s.Acquire(t.Context(), "jobs", 3, "b", time.Hour); !errors.Is(err, coord.ErrHeld) {
@@ -59,11 +66,11 @@ func TestSessionOutlivesItsCallers(t *testing.T) {
 		}
 		done, cancel := context.WithCancel(t.Context())
 		cancel()
-		if _, err := s.Renew(done, "jobs", []int{3}, "a", time.Hour); !errors.Is(err, context.Canceled) {
-			t.Errorf("Renew under a cancelled context = %v, want context.Canceled", err)
+		if r := renew(done); !errors.Is(r.err, context.Canceled) {
+			t.Errorf("Renew under a cancelled context = %v, want context.Canceled", r.err)
 		}
 
-		// Cancelled in mid-statement: the caller waits and gets its result.
+		// Cancelled while a row is locked: the caller, who asks for it again, leaves.
 		tx, err := e.db.Begin()
 		if err != nil {
 			t.Fatal(err)
@@ -74,21 +81,28 @@ func TestSessionOutlivesItsCallers(t *testing.T) {
 		}
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
-		type result struct {
-			leases []coord.Lease
-			err    error
+		first, second := make(chan renewal, 1), make(chan renewal, 1)
+		go func() { first <- renew(ctx) }()
+		e.asksAgain(t, "coord_lease", 0)
+		cancel()
+		if r := <-first; !errors.Is(r.err, context.Canceled) {
+			t.Errorf("Renew of a row that is locked = %v, %v, want context.Canceled", r.leases, r.err)
 		}
-		first, second := make(chan result, 1), make(chan result, 1)
-		renew := func(to chan result) {
-			leases, err := s.Renew(ctx, "jobs", []int{3}, "a", time.Hour)
-			to <- result{leases, err}
+
+		// Cancelled in mid-statement: the caller waits and gets its result.
+		tx.Rollback()
+		if tx, err = e.db.Begin(); err != nil {
+			t.Fatal(err)
 		}
-		go renew(first)
-		eventually(t, "the renewal waits for the row", func() (waits bool) {
-			e.scan(t, "SELECT count(*) > 0 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()", &waits)
-			return waits
-		})
-		go renew(second) // It can only queue.
+		defer tx.Rollback()
+		if _, err := tx.Exec("LOCK TABLE coord_lease"); err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel = context.WithCancel(t.Context())
+		defer cancel()
+		go func() { first <- renew(ctx) }()
+		e.blocked(t, "coord_lease", 1)
+		go func() { second <- renew(ctx) }() // It can only queue.
 		cancel()
 		if r := <-second; !errors.Is(r.err, context.Canceled) {
 			t.Errorf("Renew that was queued = %v, %v, want context.Canceled at once", r.leases, r.err)
@@ -97,8 +111,8 @@ func TestSessionOutlivesItsCallers(t *testing.T) {
 		if r := <-first; len(r.leases) != 1 || r.err != nil {
 			t.Errorf("Renew that was sent = %v, %v, want its result", r.leases, r.err)
 		}
-		if _, err := s.Renew(t.Context(), "jobs", []int{3}, "a", time.Hour); err != nil {
-			t.Fatal(err)
+		if r := renew(t.Context()); r.err != nil {
+			t.Fatal(r.err)
 		}
 		if now := backend(t, e); now != pid {
 			t.Errorf("the backend is %d, was %d: the session was lost", now, pid)
@@ -197,6 +211,9 @@ func TestCloseReturnsTheConnection(t *testing.T) {
 		db := e.open(t)
 		c := newCoord(t, db, e.dialect, e.config())
 		grant(t, c.Leases(), "a", time.Hour)
+		if leases, err := c.Leases().Renew(t.Context(), "jobs", []int{3}, "a", time.Hour); len(leases) != 1 || err != nil {
+			t.Fatalf("Renew = %v, %v, want the lease", leases, err)
+		}
 		if n := db.Stats().InUse; n != 1 {
 			t.Errorf("%d connections are borrowed, want the pinned one", n)
 		}

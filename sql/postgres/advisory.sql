@@ -10,18 +10,15 @@ SELECT coalesce(current_setting('coord.session', true), ''), version() NOT LIKE 
 -- (mark) row of (mark), for as long as the session lasts
 SELECT set_config('coord.session', $1::text, false);
 
--- name: lock
--- (key, mark) row of (granted, null in another session)
-SELECT CASE WHEN current_setting('coord.session', true) = $2::text THEN pg_try_advisory_lock($1::bigint) END;
-
--- name: unlock
--- (key, mark) row of (whether it was held, null in another session)
-SELECT CASE WHEN current_setting('coord.session', true) = $2::text THEN pg_advisory_unlock($1::bigint) END;
-
--- name: unlock_all
--- (keys json, mark) row of (whether all were held, null in another session)
-SELECT bool_and(CASE WHEN current_setting('coord.session', true) = $2::text THEN pg_advisory_unlock(held.key::bigint) END)
-FROM json_array_elements_text($1::json) AS held(key);
+-- name: exchange
+-- (requests json of [key, true to lock or false to unlock], mark) rows of (place in the list, answer: whether it was
+-- granted, or had been held; null in another session)
+SELECT place, CASE
+    WHEN current_setting('coord.session', true) IS DISTINCT FROM $2::text THEN NULL
+    WHEN (value ->> 1)::boolean THEN pg_try_advisory_lock((value ->> 0)::bigint)
+    ELSE pg_advisory_unlock((value ->> 0)::bigint)
+END
+FROM jsonb_array_elements($1::jsonb) WITH ORDINALITY AS requests (value, place);
 
 -- name: lock_tx
 -- (key) row of (whether advisory locks do something), once granted, until the transaction ends

@@ -38,6 +38,7 @@ WITH seen AS MATERIALIZED (
     SELECT value, '', '', 0, 0, 'epoch', 'epoch'
     FROM jsonb_array_elements_text($1::jsonb)
     WHERE NOT EXISTS (SELECT FROM held)
+    AND set_config('lock_timeout', '500', true) IS NOT NULL -- Bounds the wait for a rival's insert, in this transaction alone.
     AND (SELECT count(*) FROM seen) < jsonb_array_length($1::jsonb)
     AND NOT EXISTS (SELECT FROM seen WHERE seen.eid = value)
     ORDER BY value COLLATE "C"
@@ -106,23 +107,53 @@ FROM mine
 WHERE lock.eid = mine.eid;
 
 -- name: renew
--- (eids json, fence, ttl, now) the rows changed if all of them still carry the token and have not expired, else none
-WITH mine AS ( -- Lock first: an UPDATE alone would judge expiry before it waits for the row.
-    SELECT expires_at
+-- (sets json of [fence, ttl, eids], now) rows of (fence, eid, renewed), one for each set that is still whole, by its
+-- token and its first eid: all of its rows carry the token, and none has expired. Not renewed: another transaction has
+-- locked one of the rows, and the next renewal will tell. No row: the set is lost
+WITH sets AS MATERIALIZED (
+    SELECT place, (value ->> 0)::bigint AS fence, (value ->> 1)::double precision AS ttl, value -> 2 AS eids
+    FROM jsonb_array_elements($1::jsonb) WITH ORDINALITY AS sets (value, place)
+), asked AS MATERIALIZED (
+    SELECT place, fence, eid
+    FROM sets, jsonb_array_elements_text(eids) AS eid
+), mine AS MATERIALIZED ( -- Lock first: an UPDATE alone would judge expiry before it waits for the row.
+    SELECT eid, fence, expires_at
     FROM coord_eidlock
-    WHERE eid = ANY (ARRAY(SELECT jsonb_array_elements_text($1::jsonb)))
-    AND fence = $2::bigint
-    ORDER BY eid
-    FOR NO KEY UPDATE
-), judged AS ( -- Counting them makes now the moment when all are locked: one can expire while we wait for another.
-    SELECT coalesce(to_timestamp($4::bigint / 1e6), clock_timestamp()) AS now, count(*) AS live, min(expires_at) AS ends FROM mine
+    WHERE eid = ANY (ARRAY(SELECT eid FROM asked))
+    AND ((eid, fence) IN (SELECT eid, fence FROM asked)) IS TRUE -- IS TRUE: a hash table, never a join.
+    ORDER BY eid -- In key order: two renewals never wait for each other crosswise.
+    FOR NO KEY UPDATE SKIP LOCKED -- A row that is locked does not hold up the other sets.
+), judged AS ( -- Counting them makes now the moment when all are locked.
+    SELECT coalesce(to_timestamp($2::bigint / 1e6), clock_timestamp()) AS now, count(*) AS locked FROM mine
+), before AS MATERIALIZED ( -- As they were when the statement began. Read only if some rows could not be locked.
+    SELECT eid, fence, expires_at
+    FROM coord_eidlock
+    WHERE (SELECT locked FROM judged) < (SELECT count(*) FROM asked)
+    AND eid = ANY (ARRAY(SELECT eid FROM asked))
+), known AS ( -- By sorting: an anti-join, planned for few rows, would compare each with each.
+    SELECT DISTINCT ON (eid) eid, fence, expires_at, owned
+    FROM (
+        SELECT eid, fence, expires_at, true AS owned FROM mine
+        UNION ALL
+        SELECT eid, fence, expires_at, false FROM before
+    ) AS found
+    ORDER BY eid, owned DESC
+), counted AS MATERIALIZED ( -- By id and token: an id that one set has lost may be held by another.
+    SELECT place, count(*) AS size, min(expires_at) AS ends, bool_and(owned) AS owned
+    FROM asked JOIN known USING (eid, fence)
+    GROUP BY place
+), whole AS MATERIALIZED (
+    SELECT place, sets.fence, eids ->> 0 AS eid, ttl, owned
+    FROM judged, counted JOIN sets USING (place)
+    WHERE size = jsonb_array_length(eids) AND ends > judged.now
+), renewed AS (
+    UPDATE coord_eidlock AS lock
+    SET dated = greatest(lock.dated, judged.now),
+        expires_at = CASE WHEN judged.now < lock.dated THEN lock.expires_at ELSE judged.now + whole.ttl * interval '1 microsecond' END
+    FROM judged, asked JOIN whole USING (place)
+    WHERE lock.eid = asked.eid AND whole.owned
 )
-UPDATE coord_eidlock AS lock
-SET dated = greatest(lock.dated, judged.now),
-    expires_at = CASE WHEN judged.now < lock.dated THEN lock.expires_at ELSE judged.now + $3::bigint * interval '1 microsecond' END
-FROM judged
-WHERE lock.eid = ANY (ARRAY(SELECT jsonb_array_elements_text($1::jsonb)))
-AND judged.live = jsonb_array_length($1::jsonb) AND judged.ends > judged.now;
+SELECT fence, eid, owned FROM whole;
 
 -- name: release
 -- (eids json, fence) the rows changed that still carried the token

@@ -23,3 +23,7 @@ FROM (
 -- () rows of (table, format)
 SELECT table_name, format
 FROM coord_format;
+
+-- name: terminate
+-- () ends this session, and with it all that it holds: a pool of the driver's own may keep a connection that was closed
+SELECT pg_terminate_backend(pg_backend_pid());

@@ -16,49 +16,58 @@ CREATE TABLE IF NOT EXISTS coord_lease (
 INSERT INTO coord_format (table_name, format) VALUES ('coord_lease', 1) ON CONFLICT DO NOTHING;
 
 -- name: acquire
--- (group, partition, owner, ttl, now, attempt, wait) row of (granted, owner, epoch, expires); none if a rival was faster,
--- or is to be waited for and may not be
-WITH held AS ( -- Look first: a refused attempt writes nothing.
+-- (group, partition, owner, ttl, now, attempt) row of (granted, owner, epoch, expires); none if a rival was faster, or
+-- another transaction has locked the row: it is never waited for
+WITH seen AS MATERIALIZED (
     SELECT owner, epoch, expires_at
     FROM coord_lease
-    WHERE group_name = $1::text AND partition = $2::bigint AND owner <> $3::text
-    AND expires_at > coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp())
-), owned AS ( -- Who may not wait passes over a row that an open guard, say, has locked.
-    SELECT partition
-    FROM coord_lease
     WHERE group_name = $1::text AND partition = $2::bigint
-    AND NOT $7::boolean AND NOT EXISTS (SELECT FROM held)
-    FOR UPDATE SKIP LOCKED
-), won AS (
-    INSERT INTO coord_lease AS lease (group_name, partition, owner, epoch, attempt, dated, expires_at)
+), held AS ( -- Look first: a refused attempt writes nothing.
+    SELECT owner, epoch, expires_at
+    FROM seen
+    WHERE owner <> $3::text
+    AND expires_at > coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp())
+), made AS (
+    INSERT INTO coord_lease (group_name, partition, owner, epoch, attempt, dated, expires_at)
     SELECT $1::text, $2::bigint, $3::text, 1, $6::bigint,
         coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()),
         coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) + $4::bigint * interval '1 microsecond'
-    WHERE NOT EXISTS (SELECT FROM held)
-    AND ($7::boolean OR EXISTS (SELECT FROM owned)
-        OR NOT EXISTS (SELECT FROM coord_lease WHERE group_name = $1::text AND partition = $2::bigint))
-    ON CONFLICT (group_name, partition) DO UPDATE -- From here on the row is owned, and judged again as it is now.
-    SET group_name = excluded.group_name, -- Naming the key takes the full row lock: a takeover waits for open guards.
-        owner = excluded.owner,
+    WHERE NOT EXISTS (SELECT FROM seen)
+    AND set_config('lock_timeout', '500', true) IS NOT NULL -- Bounds the wait for a rival's insert, in this transaction alone.
+    ON CONFLICT (group_name, partition) DO NOTHING
+    RETURNING owner, epoch, expires_at
+), mine AS ( -- Judged again once it is owned. The full lock, which no row under an open guard gives.
+    SELECT group_name, partition
+    FROM coord_lease
+    WHERE group_name = $1::text AND partition = $2::bigint
+    AND EXISTS (SELECT FROM seen) AND NOT EXISTS (SELECT FROM held)
+    AND (owner = $3::text
+            AND NOT (attempt >> 32 = $6::bigint >> 32 AND attempt > $6::bigint) -- This one is late: not over a later one of its Coord.
+        OR expires_at <= coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()))
+    FOR UPDATE SKIP LOCKED
+), won AS (
+    UPDATE coord_lease AS lease
+    SET owner = $3::text,
         epoch = lease.epoch + 1,
-        attempt = excluded.attempt,
+        attempt = $6::bigint,
         dated = coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()),
         expires_at = coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) + $4::bigint * interval '1 microsecond'
-    WHERE lease.owner = excluded.owner
-        AND NOT (lease.attempt >> 32 = excluded.attempt >> 32 AND lease.attempt > excluded.attempt) -- This one is late: not over a later one of its Coord.
-    OR lease.expires_at <= coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp())
-    RETURNING owner, epoch, expires_at
+    FROM mine
+    WHERE lease.group_name = mine.group_name AND lease.partition = mine.partition
+    RETURNING lease.owner, lease.epoch, lease.expires_at
 )
+SELECT true, owner, epoch, (extract(epoch FROM expires_at) * 1000000)::bigint FROM made
+UNION ALL
 SELECT true, owner, epoch, (extract(epoch FROM expires_at) * 1000000)::bigint FROM won
 UNION ALL
 SELECT false, owner, epoch, (extract(epoch FROM expires_at) * 1000000)::bigint FROM held;
 
 -- name: holder
--- (group, partition, now) row of (owner, expires); none if it is free
+-- (group, partition, owner, now) row of (owner, expires) if another has it; none if it is free or owner's
 SELECT owner, (extract(epoch FROM expires_at) * 1000000)::bigint
 FROM coord_lease
-WHERE group_name = $1::text AND partition = $2::bigint
-AND expires_at > coalesce(to_timestamp($3::bigint / 1e6), clock_timestamp());
+WHERE group_name = $1::text AND partition = $2::bigint AND owner <> $3::text
+AND expires_at > coalesce(to_timestamp($4::bigint / 1e6), clock_timestamp());
 
 -- name: undo
 -- (group, partition, owner, attempt) one row changed if that attempt had been granted
@@ -68,24 +77,35 @@ WHERE group_name = $1::text AND partition = $2::bigint AND owner = $3::text AND 
 AND expires_at > 'epoch';
 
 -- name: renew
--- (group, partitions json, owner, ttl, now) rows of (partition, epoch, expires)
-WITH mine AS ( -- Lock first: an UPDATE alone would judge expiry before it waits for the row.
+-- (group, partitions json, owner, ttl, now) rows of (partition, epoch, expires, renewed); not renewed: another
+-- transaction has locked the row, and the next renewal will tell
+WITH mine AS MATERIALIZED ( -- Lock first: an UPDATE alone would judge expiry before it waits for the row.
     SELECT partition, expires_at
     FROM coord_lease
     WHERE group_name = $1::text AND owner = $3::text
     AND partition = ANY (ARRAY(SELECT value::bigint FROM jsonb_array_elements_text($2::jsonb)))
     ORDER BY partition -- In key order: two renewals never wait for each other crosswise.
-    FOR NO KEY UPDATE
+    FOR NO KEY UPDATE SKIP LOCKED -- One row that is locked does not hold up the others.
 ), judged AS ( -- Counting them makes now the moment when all are locked: one can expire while we wait for another.
-    SELECT coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) AS now, count(*) FROM mine
+    SELECT coalesce(to_timestamp($5::bigint / 1e6), clock_timestamp()) AS now, count(*) AS locked FROM mine
+), renewed AS (
+    UPDATE coord_lease AS lease
+    SET dated = greatest(lease.dated, judged.now),
+        expires_at = CASE WHEN judged.now < lease.dated THEN lease.expires_at ELSE judged.now + $4::bigint * interval '1 microsecond' END
+    FROM mine, judged
+    WHERE lease.group_name = $1::text AND lease.partition = mine.partition
+    AND mine.expires_at > judged.now
+    RETURNING lease.partition, lease.epoch, lease.expires_at
 )
-UPDATE coord_lease AS lease
-SET dated = greatest(lease.dated, judged.now),
-    expires_at = CASE WHEN judged.now < lease.dated THEN lease.expires_at ELSE judged.now + $4::bigint * interval '1 microsecond' END
-FROM mine, judged
-WHERE lease.group_name = $1::text AND lease.partition = mine.partition
-AND mine.expires_at > judged.now
-RETURNING lease.partition, lease.epoch, (extract(epoch FROM lease.expires_at) * 1000000)::bigint;
+SELECT partition, epoch, (extract(epoch FROM expires_at) * 1000000)::bigint, true FROM renewed
+UNION ALL
+SELECT partition, epoch, (extract(epoch FROM expires_at) * 1000000)::bigint, false
+FROM coord_lease
+WHERE (SELECT locked FROM judged) < jsonb_array_length($2::jsonb) -- Read only if some rows could not be locked.
+AND group_name = $1::text AND owner = $3::text
+AND partition = ANY (ARRAY(SELECT value::bigint FROM jsonb_array_elements_text($2::jsonb)))
+AND expires_at > (SELECT now FROM judged)
+AND (partition IN (SELECT partition FROM mine)) IS NOT TRUE; -- IS NOT TRUE: a hash table, never a join, which would compare each with each.
 
 -- name: release
 -- (group, partition, owner, epoch) one row changed the first time; epoch 0 is any

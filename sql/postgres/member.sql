@@ -14,10 +14,22 @@ CREATE TABLE IF NOT EXISTS coord_member (
 INSERT INTO coord_format (table_name, format) VALUES ('coord_member', 1) ON CONFLICT DO NOTHING;
 
 -- name: heartbeat
--- (service, node, address, groups json, ttl, now) row of (expires)
+-- (service, node, address, groups json, ttl, now) row of (expires); none if another transaction has locked the row
+WITH seen AS MATERIALIZED (
+    SELECT node
+    FROM coord_member
+    WHERE service = $1::text AND node = $2::text
+), mine AS ( -- It shares a connection with all renewals, so it waits for no row.
+    SELECT node
+    FROM coord_member
+    WHERE service = $1::text AND node = $2::text
+    FOR NO KEY UPDATE SKIP LOCKED
+)
 INSERT INTO coord_member AS member (service, node, address, groups, expires_at)
-VALUES ($1::text, $2::text, $3::text, ARRAY(SELECT jsonb_array_elements_text($4::jsonb)),
-    coalesce(to_timestamp($6::bigint / 1e6), clock_timestamp()) + $5::bigint * interval '1 microsecond')
+SELECT $1::text, $2::text, $3::text, ARRAY(SELECT jsonb_array_elements_text($4::jsonb)),
+    coalesce(to_timestamp($6::bigint / 1e6), clock_timestamp()) + $5::bigint * interval '1 microsecond'
+WHERE EXISTS (SELECT FROM mine)
+OR NOT EXISTS (SELECT FROM seen) AND set_config('lock_timeout', '500', true) IS NOT NULL -- Bounds the wait for a rival's insert, in this transaction alone.
 ON CONFLICT (service, node) DO UPDATE
 SET address = excluded.address,
     groups = excluded.groups,

@@ -22,7 +22,8 @@ CREATE TABLE IF NOT EXISTS coord_reservation__context__aggregate (
 INSERT INTO coord_format (table_name, format) VALUES ('coord_reservation__context__aggregate', 1) ON CONFLICT DO NOTHING;
 
 -- name: reserve
--- (tenant, namespace, key, owner's tenant, owner's id, hold, ttl, now, attempt) row of (granted, owner's tenant, owner's id, confirmed, version, holds json, expires); none if a rival was faster
+-- (tenant, namespace, key, owner's tenant, owner's id, hold, ttl, now, attempt, bounded: it waits half a second at most)
+-- row of (granted, owner's tenant, owner's id, confirmed, version, holds json, expires); none if a rival was faster
 WITH held AS ( -- Look first: a refused attempt writes nothing.
     SELECT owner_tenant, owner_id, confirmed, version, expires_at
     FROM coord_reservation__context__aggregate
@@ -37,6 +38,8 @@ WITH held AS ( -- Look first: a refused attempt writes nothing.
         SELECT coalesce(to_timestamp($8::bigint / 1e6), clock_timestamp()) + $7::bigint * interval '1 microsecond' AS expires
     ) AS fresh
     WHERE NOT EXISTS (SELECT FROM held)
+    -- Bounds the wait for a rival's transaction, in this transaction alone. One of the caller's own waits as it would anywhere.
+    AND CASE WHEN $10::boolean THEN set_config('lock_timeout', '500', true) IS NOT NULL ELSE true END
     ON CONFLICT (tenant, namespace, key) DO UPDATE -- From here on the row is owned, and the clock is read again.
     SET owner_tenant = excluded.owner_tenant,
         owner_id = excluded.owner_id,

@@ -56,18 +56,28 @@ WHERE eid IN (SELECT value FROM json_each(?1)) AND attempt = ?2
 AND expires_at > 0;
 
 -- name: renew
--- (eids json, fence, ttl, now) the rows changed if all of them still carry the token and have not expired, else none
+-- (sets json of [fence, ttl, eids], now) rows of (fence, eid, renewed), one for each id of each set that is still
+-- whole: all of its rows carry the token, and none has expired. No row: the set is lost; here no row is ever locked
+WITH sets AS MATERIALIZED ( -- Else each id would parse the whole list again.
+    SELECT key AS place, value ->> 0 AS fence, value ->> 1 AS ttl, value -> 2 AS eids, json_array_length(value, '$[2]') AS size
+    FROM json_each(?1)
+), asked AS MATERIALIZED (
+    SELECT place, fence, ttl, size, id.value AS eid
+    FROM sets, json_each(eids) AS id
+), whole AS MATERIALIZED ( -- By id and token: an id that one set has lost may be held by another.
+    SELECT place
+    FROM asked CROSS JOIN coord_eidlock USING (eid, fence) -- In this order: the table is the one with an index.
+    WHERE expires_at > coalesce(?2, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)
+    GROUP BY place
+    HAVING count(*) = size
+)
 UPDATE coord_eidlock
-SET dated = max(dated, coalesce(?4, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)),
-    expires_at = CASE WHEN coalesce(?4, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000) < dated THEN expires_at
-        ELSE coalesce(?4, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000 + 1000) + ?3 END
-WHERE eid IN (SELECT value FROM json_each(?1))
-AND (
-    SELECT count(*)
-    FROM coord_eidlock
-    WHERE eid IN (SELECT value FROM json_each(?1)) AND fence = ?2
-    AND expires_at > coalesce(?4, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)
-) = json_array_length(?1);
+SET dated = max(dated, coalesce(?2, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)),
+    expires_at = CASE WHEN coalesce(?2, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000) < dated THEN expires_at
+        ELSE coalesce(?2, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000 + 1000) + mine.ttl END
+FROM (SELECT eid, ttl FROM asked WHERE place IN whole) AS mine
+WHERE coord_eidlock.eid = mine.eid
+RETURNING fence, eid, 1;
 
 -- name: release
 -- (eids json, fence) the rows changed that still carried the token

@@ -17,11 +17,10 @@ CREATE TABLE IF NOT EXISTS coord_lease (
 INSERT INTO coord_format (table_name, format) VALUES ('coord_lease', 1) ON CONFLICT DO NOTHING;
 
 -- name: acquire
--- (group, partition, owner, ttl, now, attempt, wait) row of (granted, owner, epoch, expires); none if another holds it;
--- here every write waits for every other
+-- (group, partition, owner, ttl, now, attempt) row of (granted, owner, epoch, expires); none if another holds it
 INSERT INTO coord_lease AS lease (group_name, partition, owner, epoch, attempt, dated, expires_at)
 SELECT ?1, ?2, ?3, 1, ?6, coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000), coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000 + 1000) + ?4
-WHERE ?7 IS NOT NULL
+WHERE true -- or SQLite takes ON for a join's
 ON CONFLICT (group_name, partition) DO UPDATE
 SET owner = excluded.owner,
     epoch = lease.epoch + 1,
@@ -34,11 +33,11 @@ OR lease.expires_at <= coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS IN
 RETURNING 1, owner, epoch, expires_at;
 
 -- name: holder
--- (group, partition, now) row of (owner, expires); none if it is free
+-- (group, partition, owner, now) row of (owner, expires) if another has it; none if it is free or owner's
 SELECT owner, expires_at
 FROM coord_lease
-WHERE group_name = ?1 AND partition = ?2
-AND expires_at > coalesce(?3, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000);
+WHERE group_name = ?1 AND partition = ?2 AND owner <> ?3
+AND expires_at > coalesce(?4, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000);
 
 -- name: undo
 -- (group, partition, owner, attempt) one row changed if that attempt had been granted
@@ -48,7 +47,7 @@ WHERE group_name = ?1 AND partition = ?2 AND owner = ?3 AND attempt = ?4
 AND expires_at > 0;
 
 -- name: renew
--- (group, partitions json, owner, ttl, now) rows of (partition, epoch, expires)
+-- (group, partitions json, owner, ttl, now) rows of (partition, epoch, expires, renewed); here no row is ever locked
 UPDATE coord_lease
 SET dated = max(dated, coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)),
     expires_at = CASE WHEN coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000) < dated THEN expires_at
@@ -56,7 +55,7 @@ SET dated = max(dated, coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS IN
 WHERE group_name = ?1 AND owner = ?3
 AND partition IN (SELECT value FROM json_each(?2))
 AND expires_at > coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)
-RETURNING partition, epoch, expires_at;
+RETURNING partition, epoch, expires_at, 1;
 
 -- name: release
 -- (group, partition, owner, epoch) one row changed the first time; epoch 0 is any

@@ -50,6 +50,18 @@ SET dated = max(dated, coalesce(?4, CAST(round(unixepoch('subsec') * 1000) AS IN
 WHERE name = ?1 AND fence = ?2
 AND expires_at > 0;
 
+-- name: renew
+-- (locks json of [name, fence, ttl], now) rows of (name, fence, renewed) of those that still carry the token; here no
+-- row is ever locked
+UPDATE coord_mutex
+SET dated = max(dated, coalesce(?2, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000)),
+    expires_at = CASE WHEN coalesce(?2, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000) < dated THEN expires_at
+        ELSE coalesce(?2, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000 + 1000) + asked.ttl END
+FROM (SELECT value ->> 0 AS name, value ->> 1 AS fence, value ->> 2 AS ttl FROM json_each(?1)) AS asked
+WHERE coord_mutex.name = asked.name AND coord_mutex.fence = asked.fence
+AND expires_at > 0
+RETURNING name, fence, 1;
+
 -- name: release
 -- (name, fence, attempt) one row changed if it still carried the token
 UPDATE coord_mutex

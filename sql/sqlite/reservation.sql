@@ -21,14 +21,15 @@ CREATE TABLE IF NOT EXISTS coord_reservation__context__aggregate (
 INSERT INTO coord_format (table_name, format) VALUES ('coord_reservation__context__aggregate', 1) ON CONFLICT DO NOTHING;
 
 -- name: reserve
--- (tenant, namespace, key, owner's tenant, owner's id, hold, ttl, now, attempt) row of (granted, owner's tenant, owner's id, confirmed, version, holds json, expires); none if another has it
+-- (tenant, namespace, key, owner's tenant, owner's id, hold, ttl, now, attempt, bounded: it waits half a second at most)
+-- row of (granted, owner's tenant, owner's id, confirmed, version, holds json, expires); none if another has it
 INSERT INTO coord_reservation__context__aggregate AS reservation
     (tenant, namespace, key, owner_tenant, owner_id, confirmed, version, holds, expires_at, released)
 SELECT ?1, ?2, ?3, ?4, ?5, 0, 0, json_array(json_array(?6, fresh.expires, ?9)), fresh.expires, '[]'
 FROM (
     SELECT coalesce(?8, CAST(round(unixepoch('subsec') * 1000) AS INTEGER) * 1000 + 1000) + ?7 AS expires
 ) AS fresh
-WHERE true -- or SQLite takes ON for a join's
+WHERE ?10 IS NOT NULL -- Without a WHERE, SQLite takes ON for a join's.
 ON CONFLICT (tenant, namespace, key) DO UPDATE
 SET owner_tenant = excluded.owner_tenant,
     owner_id = excluded.owner_id,
