@@ -133,8 +133,8 @@ type lockSet struct {
 // An anchor that holds locks may acquire the same ids again, or fewer, and then the
 // others are freed; an id that it does not hold is [ErrSetWidened], and nothing
 // changes. Ids of the same owner under another anchor are held like anybody's. The
-// same owner and anchor in another EIDLocker, such as a restarted process, takes the
-// ids over and fences off the one before.
+// same owner and anchor in an EIDLocker of another Coord, such as a restarted process,
+// takes the ids over and fences off the one before.
 //
 // The wait ends with ctx or after [EIDConfig.AcquireDeadline]: see
 // [ErrAcquireTimeout]. An id of a former holder whose Guard is still open is held. A call

@@ -179,35 +179,32 @@ func (m *Mutex) TryLock(ctx context.Context, name string) (lock *Lock, err error
 	case p == nil:
 		return nil, m.busy(name)
 	}
-	return m.inTurn(p, name, func() (*Lock, error) { return m.try(ctx, name, p) })
+	defer func() { m.leaveUnless(lock, err, p, name) }()
+	return m.try(ctx, name, p)
 }
 
 // Lock takes the lock, and waits for it if it is held. If ctx ends the wait, see
 // [ErrAcquireTimeout]; nothing stays locked then.
 //
 // The context bounds the acquisition only, not how long the lock is held.
-func (m *Mutex) Lock(ctx context.Context, name string) (*Lock, error) {
+func (m *Mutex) Lock(ctx context.Context, name string) (lock *Lock, err error) {
 	if err := m.check(ctx, name); err != nil {
 		return nil, err
 	}
 	q, key := m.d.queue(), m.d.queueName(name)
 	p := q.join(key)
-	return m.inTurn(p, name, func() (*Lock, error) {
-		return contend(ctx, "lock "+name, q, p, m.busy(name), m.cfg.RetryMin, m.cfg.RetryMax, func() (*Lock, string, error) {
-			lock, err := m.try(ctx, name, p)
-			return lock, key, err
-		})
+	defer func() { m.leaveUnless(lock, err, p, name) }()
+	return contend(ctx, "lock "+name, q, p, m.busy(name), m.cfg.RetryMin, m.cfg.RetryMax, func() (*Lock, string, error) {
+		lock, err := m.try(ctx, name, p)
+		return lock, key, err
 	})
 }
 
-// inTurn calls do, and gives p up unless it returns a lock, which then has p.
-func (m *Mutex) inTurn(p *place, name string, do func() (*Lock, error)) (lock *Lock, err error) {
-	defer func() {
-		if lock == nil { // Also if the driver panics.
-			m.d.queue().leaveAfter(err, p, m.d.queueName(name))
-		}
-	}()
-	return do()
+// leaveUnless leaves the queue, unless there is a lock, which then has the place.
+func (m *Mutex) leaveUnless(lock *Lock, err error, p *place, name string) {
+	if lock == nil { // Also if the driver panics.
+		m.d.queue().leaveAfter(err, p, m.d.queueName(name))
+	}
 }
 
 func (m *Mutex) leave(p *place, name string) { m.d.queue().leave(p, m.d.queueName(name)) }

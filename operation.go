@@ -28,11 +28,6 @@ func unprepared(on DBTX) conn {
 	return conn{on: on, prepared: func(context.Context, string) (*sql.Stmt, error) { return nil, nil }}
 }
 
-// query runs a statement that returns rows.
-func (n conn) query(ctx context.Context, text string, args ...any) (*sql.Rows, error) {
-	return send(ctx, n, text, args, (*sql.Stmt).QueryContext, n.on.QueryContext)
-}
-
 // exec runs a statement and returns how many rows it changed.
 func (n conn) exec(ctx context.Context, text string, args ...any) (changed int64, err error) {
 	result, err := send(ctx, n, text, args, (*sql.Stmt).ExecContext, n.on.ExecContext)
@@ -88,7 +83,7 @@ func sqlState(err error) string {
 
 // each calls scan for each row of a statement's result.
 func (n conn) each(ctx context.Context, text string, args []any, scan func(row func(to ...any) error) error) (err error) {
-	rows, err := n.query(ctx, text, args...)
+	rows, err := send(ctx, n, text, args, (*sql.Stmt).QueryContext, n.on.QueryContext)
 	if err != nil {
 		return err
 	}
