@@ -261,11 +261,12 @@ func (l *EIDLocker) acquire(ctx context.Context, doing, anchor string, ids []str
 			l.c.queue.leaveAfter(err, s.place, l.lines(s.ids)...)
 		}
 	}()
-	sent, err := contend(ctx, doing, &l.c.queue, s.place, busy, l.cfg.AcquireBackoff, l.cfg.AcquireMaxBackoff, func() (time.Time, string, error) {
+	got, err := contend(ctx, doing, &l.c.queue, s.place, busy, l.cfg.AcquireBackoff, l.cfg.AcquireMaxBackoff, func() (setGrant, string, error) {
 		return l.try(ctx, s)
 	})
 	if err == nil {
-		l.hold(s, sent.Add(l.cfg.TTL))
+		s.fence = got.fence
+		l.hold(s, got.sent.Add(l.cfg.TTL))
 	}
 	return err
 }
@@ -279,18 +280,24 @@ func (l *EIDLocker) lines(ids []string) []string {
 	return names
 }
 
-// try asks the database once for the ids of s. It returns the time before the statement
-// that was granted was sent, or with an ErrHeld the name of the id that is held, if known.
-func (l *EIDLocker) try(ctx context.Context, s *lockSet) (sent time.Time, refused string, err error) {
+// setGrant is a grant, and the time before the statement that was granted was sent.
+type setGrant struct {
+	sent  time.Time
+	fence int64
+}
+
+// try asks the database once for the ids of s. With an ErrHeld it also returns the name of
+// the id that is held, if known.
+func (l *EIDLocker) try(ctx context.Context, s *lockSet) (got setGrant, refused string, err error) {
 	if l.over() != nil { // ctx may not know it yet.
-		return sent, "", wrap("acquire "+setName(s.anchor), ErrClosed)
+		return got, "", wrap("acquire "+setName(s.anchor), ErrClosed)
 	}
 	list := jsonList(s.ids)
 	if len(s.ids) == 1 {
 		refused = l.lines(s.ids)[0]
 	}
-	sent, held, err := acquire(ctx, l.c, acquisition[time.Time]{what: setName(s.anchor), table: l.sql.table, now: true,
-		try: func(ctx context.Context, on conn, attempt int64) (time.Time, *HeldError, error) {
+	got, held, err := acquire(ctx, l.c, acquisition[setGrant]{what: setName(s.anchor), table: l.sql.table, now: true,
+		try: func(ctx context.Context, on conn, attempt int64) (setGrant, *HeldError, error) {
 			return l.send(ctx, on, s, list, attempt)
 		},
 		undo: func(ctx context.Context, on conn, attempt int64) (bool, error) {
@@ -298,43 +305,42 @@ func (l *EIDLocker) try(ctx context.Context, s *lockSet) (sent time.Time, refuse
 			return n > 0, err
 		}})
 	if err != nil && ctx.Err() == nil && l.c.classify(err) == FailureRetry {
-		return sent, refused, fmt.Errorf("%w: %w", &HeldError{What: setName(s.anchor)}, err) // Rivals ask all the time.
+		return got, refused, fmt.Errorf("%w: %w", &HeldError{What: setName(s.anchor)}, err) // Rivals ask all the time.
 	}
 	if held != nil {
 		if id, named := strings.CutPrefix(held.What, "id "); named {
 			refused = l.lines([]string{id})[0]
 		}
 	}
-	sent, err = granted("acquire "+setName(s.anchor), sent, held, err)
-	return sent, refused, err
+	got, err = granted("acquire "+setName(s.anchor), got, held, err)
+	return got, refused, err
 }
 
 // send sends the acquisition, again if it has made rows, or if the answer took so long
 // that the locks would be lost soon.
-func (l *EIDLocker) send(ctx context.Context, on conn, s *lockSet, list string, attempt int64) (sent time.Time, held *HeldError, err error) {
+func (l *EIDLocker) send(ctx context.Context, on conn, s *lockSet, list string, attempt int64) (got setGrant, held *HeldError, err error) {
 	var wasGranted bool
 	var fence, expires int64
 	var id, owner string
 	for tries := range 10 { // Purge may take rows away in between, but not ten times.
 		wasGranted, id = false, ""
-		sent = time.Now()
+		sent := time.Now()
 		_, err := on.row(ctx, l.sql.acquire, []any{list, l.cfg.Owner, s.anchor, micros(l.cfg.TTL), l.c.now(), attempt}, &wasGranted, &fence, &id, &owner, &expires)
 		if err == nil && !wasGranted && id == "" {
 			_, err = on.row(ctx, l.sql.holder, []any{list, l.cfg.Owner, s.anchor, l.c.now()}, &id, &owner, &expires)
 		}
 		switch {
 		case err != nil:
-			return sent, nil, err
+			return got, nil, err
 		case id == "" && !wasGranted:
-			return sent, nil, errLocked
+			return got, nil, errLocked
 		case !wasGranted:
-			return sent, &HeldError{"id " + id, owner, time.UnixMicro(expires)}, nil
+			return got, &HeldError{"id " + id, owner, time.UnixMicro(expires)}, nil
 		case fence > 0 && (time.Since(sent) < l.cfg.TTL/2 || tries == 9):
-			s.fence = fence
-			return sent, nil, nil
+			return setGrant{sent, fence}, nil, nil
 		}
 	}
-	return sent, nil, errLocked
+	return got, nil, errLocked
 }
 
 // hold records the locks of s and keeps them alive, together with all other sets of the
