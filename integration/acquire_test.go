@@ -4,10 +4,7 @@ import (
 	"context"
 	"database/sql"
 	"errors"
-	"fmt"
 	"strings"
-	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
@@ -282,58 +279,6 @@ func TestConnectionIsReplaced(t *testing.T) {
 					t.Fatal(err)
 				}
 			})
-		}
-	})
-}
-
-// TestManyLocks: what one process holds is renewed by few statements, and none is lost.
-func TestManyLocks(t *testing.T) {
-	eachPostgres(t, func(t *testing.T, e *env) {
-		const locks = 1000
-		p, through := newProxy(t, e)
-		behind := *e
-		behind.url = through
-		db := behind.open(t)
-		db.SetMaxOpenConns(10)
-		c := newCoord(t, db, e.dialect, e.config())
-		m, err := tableMutex(c, coord.MutexConfig{TTL: 6 * time.Second})
-		if err != nil {
-			t.Fatal(err)
-		}
-		held := make([]*coord.Lock, locks)
-		var failed atomic.Int64
-		var wg sync.WaitGroup
-		for w := range 10 {
-			wg.Go(func() {
-				for i := w; i < locks; i += 10 {
-					if held[i], err = m.Lock(t.Context(), fmt.Sprint("many ", i)); err != nil {
-						failed.Add(1)
-						return
-					}
-				}
-			})
-		}
-		wg.Wait()
-		if failed.Load() > 0 {
-			t.Fatalf("%d failed", failed.Load())
-		}
-		before, began := p.trips.Load(), time.Now()
-		select { // Several TTLs of doing nothing, but that a loss ends.
-		case <-time.After(15 * time.Second):
-		case <-held[0].Done():
-		}
-		if rate := float64(p.trips.Load()-before) / time.Since(began).Seconds(); rate > 10 {
-			t.Errorf("%.1f round trips a second keep %d locks, want a few", rate, locks)
-		}
-		for _, lock := range held {
-			if lock.Err() != nil {
-				t.Fatalf("%s: %v", lock.Name(), lock.Err())
-			}
-		}
-		for _, lock := range held {
-			if err := lock.Unlock(t.Context()); err != nil {
-				t.Fatal(err)
-			}
 		}
 	})
 }
