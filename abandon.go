@@ -40,17 +40,20 @@ func await[T any](ctx context.Context, c *Coord, do func() (T, error), late func
 	done := make(chan outcome[T])
 	abandoned := make(chan struct{})
 	work := func() {
-		o := protect(do)
-		select {
-		case done <- o:
-		case <-abandoned:
-			if late != nil {
-				late(o.result, o.err)
+		var o outcome[T]
+		defer func() { // Also if do ends its goroutine.
+			select {
+			case done <- o:
+			case <-abandoned:
+				if late != nil {
+					late(o.result, o.err)
+				}
+				if c != nil {
+					c.late.Done()
+				}
 			}
-			if c != nil {
-				c.late.Done()
-			}
-		}
+		}()
+		protect(do, &o)
 	}
 	if c == nil {
 		go work()
@@ -79,7 +82,7 @@ type panicked struct{ text string }
 func (p panicked) Error() string { return "panic in the driver: " + p.text }
 
 // protect calls do and turns a panic into a [panicked] error.
-func protect[T any](do func() (T, error)) (o outcome[T]) {
+func protect[T any](do func() (T, error), o *outcome[T]) {
 	returned := false
 	defer func() {
 		if !returned {
@@ -88,7 +91,6 @@ func protect[T any](do func() (T, error)) (o outcome[T]) {
 	}()
 	o.result, o.err = do()
 	returned = true
-	return o
 }
 
 // rethrow panics in the caller of an operation if the driver panicked in it.
@@ -110,6 +112,18 @@ type sending struct {
 	stop   func()
 
 	unanswered atomic.Bool // a statement was sent of which nothing is known
+	granted    atomic.Bool // one was granted, and another is sent after it
+}
+
+// open reports whether the database may have granted something.
+func (s *sending) open() bool { return s.unanswered.Load() || s.granted.Load() }
+
+// grantedBefore notes that an acquisition which is sent again was granted: whatever becomes
+// of the next statement, there may be something to release.
+func grantedBefore(ctx context.Context) {
+	if send, ok := ctx.Value(sendingKey{}).(*sending); ok {
+		send.granted.Store(true)
+	}
 }
 
 type sendingKey struct{}
@@ -119,7 +133,7 @@ func newSending(caller context.Context, most time.Duration) *sending {
 	s := &sending{caller: caller}
 	ctx, cancel := context.WithTimeout(context.WithValue(context.WithoutCancel(caller), sendingKey{}, s), most)
 	untie := context.AfterFunc(caller, func() {
-		if !s.unanswered.Load() {
+		if !s.open() {
 			cancel()
 		}
 	})
@@ -219,7 +233,7 @@ func (c *Coord) takeBack(what string, end <-chan error, free func(context.Contex
 		for attempts := 1; ; attempts++ {
 			select {
 			case err := <-end:
-				if err != nil && !errors.As(err, new(unsure)) {
+				if err != nil && !errors.As(err, new(unsure)) && !errors.As(err, new(panicked)) {
 					return // It was refused, or failed for sure.
 				}
 				end, granted, attempts, until = nil, err == nil, 1, time.Now().Add(c.cfg.Timeout)

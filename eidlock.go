@@ -339,6 +339,9 @@ func (l *EIDLocker) send(ctx context.Context, on conn, s *lockSet, list string, 
 		case fence > 0 && (time.Since(sent) < l.cfg.TTL/2 || tries == 9):
 			return setGrant{sent, fence}, nil, nil
 		}
+		if fence > 0 {
+			grantedBefore(ctx)
+		}
 	}
 	return got, nil, errLocked
 }

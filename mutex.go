@@ -83,6 +83,7 @@ type locker interface {
 
 // ours is what a driver of this package does also for a driver that embeds it.
 type ours interface {
+	admit(ctx context.Context) (_ context.Context, done func(), err error)
 	owner() string          // this process
 	timeout() time.Duration // [Config.Timeout]
 	guard(ctx context.Context, tx DBTX, lock DriverLock) error
@@ -108,6 +109,10 @@ func (f *foreign) keep(lock DriverLock, h hold, cfg MutexConfig) *keeper {
 
 // theirs is [ours] of a driver that has nothing to do with this package.
 type theirs struct{}
+
+func (theirs) admit(ctx context.Context) (context.Context, func(), error) {
+	return ctx, func() {}, nil
+}
 
 func (theirs) owner() string                                 { return "" }
 func (theirs) timeout() time.Duration                        { return defaultTimeout }
@@ -172,10 +177,15 @@ func (m *Mutex) TryLock(ctx context.Context, name string) (lock *Lock, err error
 	if err := m.check(ctx, name); err != nil {
 		return nil, err
 	}
+	ctx, done, err := m.d.admit(ctx)
+	if err != nil {
+		return nil, wrap("lock "+name, err)
+	}
+	defer done()
 	p, err := m.d.queue().try(ctx, m.d.queueName(name))
 	switch {
 	case err != nil:
-		return nil, wrap("lock "+name, err)
+		return nil, waited(ctx, "lock "+name, m.busy(name), nil)
 	case p == nil:
 		return nil, m.busy(name)
 	}
@@ -191,6 +201,11 @@ func (m *Mutex) Lock(ctx context.Context, name string) (lock *Lock, err error) {
 	if err := m.check(ctx, name); err != nil {
 		return nil, err
 	}
+	ctx, done, err := m.d.admit(ctx)
+	if err != nil {
+		return nil, wrap("lock "+name, err)
+	}
+	defer done()
 	q, key := m.d.queue(), m.d.queueName(name)
 	p := q.join(key)
 	defer func() { m.leaveUnless(lock, err, p, name) }()
@@ -336,8 +351,9 @@ func (l *Lock) Unlock(ctx context.Context) error {
 	l.unlock.Do(func() {
 		l.ended() // Others come after the release.
 		lost := l.keeper.stop()
-		released, err := l.m.d.Release(ctx, l.driver) // Lost by our clock it may still be there, in the way of others.
-		l.m.drop(l)
+		defer l.m.drop(l)
+		l.result = wrap("unlock "+l.name, errors.New("the driver panicked")) // Unless it returns.
+		released, err := l.m.d.Release(ctx, l.driver)                        // Lost by our clock it may still be there, in the way of others.
 		if lost != nil || err == nil && !released {
 			err = wrap("unlock "+l.name, ErrLost)
 		}

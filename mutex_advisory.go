@@ -133,7 +133,7 @@ func (d *AdvisoryDriver) Acquire(ctx context.Context, name string, ttl time.Dura
 		return DriverLock{}, wrap("lock "+name, err)
 	}
 	if h == nil {
-		return DriverLock{}, &HeldError{What: mutexName(name)}
+		return DriverLock{}, &HeldError{What: mutexName(name), Owner: d.owner()}
 	}
 	reused, err := d.send(ctx, h)
 	if reused && ctx.Err() == nil && !errors.As(err, new(doubt)) && d.c.classify(err) == FailureConnection {
@@ -422,6 +422,9 @@ func (d *AdvisoryDriver) meet(ctx context.Context, conn *pinned) error {
 	mark := strconv.FormatUint(rand.Uint64(), 36)
 	if err := conn.on.QueryRowContext(ctx, d.c.advisory.mark, mark).Scan(&mark); err != nil {
 		return betrayed(err)
+	}
+	if !d.c.canPin() { // The connection for renewals may be the pool's last: it is given back.
+		_, _ = onSession(ctx, d.c.session, 0, func(context.Context, *pinned) (struct{}, error) { return struct{}{}, nil })
 	}
 	tx, err := d.c.db.BeginTx(ctx, nil)
 	if err != nil {

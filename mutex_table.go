@@ -83,12 +83,18 @@ func (d *TableDriver) load(n names) error {
 // holder, until ctx ends. If the reply is lost, or ctx ends, what may have been
 // granted is released in the background.
 func (d *TableDriver) Acquire(ctx context.Context, name string, ttl time.Duration) (lock DriverLock, err error) {
+	ctx, done, err := d.admit(ctx)
+	if err != nil {
+		return lock, wrap("lock "+name, err)
+	}
+	defer done()
+	busy := &HeldError{What: mutexName(name), Owner: d.owner()}
 	p, err := d.c.queue.try(ctx, d.queueName(name))
 	switch {
 	case err != nil:
-		return lock, wrap("lock "+name, err)
+		return lock, waited(ctx, "lock "+name, busy, nil)
 	case p == nil:
-		return lock, &HeldError{What: mutexName(name), Owner: d.owner()}
+		return lock, busy
 	}
 	defer func() { d.c.queue.leaveAfter(err, p, d.queueName(name)) }()
 	return d.take(ctx, name, ttl)
@@ -141,6 +147,9 @@ func (d *TableDriver) try(ctx context.Context, on conn, name, key string, ttl ti
 		}
 		if !wasGranted {
 			break
+		}
+		if fence > 0 {
+			grantedBefore(ctx)
 		}
 	}
 	if holder == "" {

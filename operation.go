@@ -333,7 +333,8 @@ func (a acquisition[T]) once(ctx context.Context, c *Coord) (_ T, _ *HeldError, 
 			}
 			return answer{got, held}, err
 		})
-		if err != nil && !errors.Is(err, errLocked) && sending.unanswered.Load() && (sending.ctx.Err() != nil || c.classify(err) == FailureConnection) {
+		lost := !errors.Is(err, errLocked) && sending.unanswered.Load() && (sending.ctx.Err() != nil || c.classify(err) == FailureConnection)
+		if err != nil && (lost || sending.granted.Load()) {
 			err = unsure{err}
 		}
 		return got, err
@@ -341,9 +342,9 @@ func (a acquisition[T]) once(ctx context.Context, c *Coord) (_ T, _ *HeldError, 
 	abandoned := errors.Is(err, errAbandoned)
 	slow = err != nil && !abandoned && ctx.Err() == nil && errors.Is(sending.ctx.Err(), context.DeadlineExceeded)
 	switch {
-	case abandoned && !sending.unanswered.Load(): // It will never be sent.
+	case abandoned && !sending.open(): // It will never be sent.
 		return got.got, nil, slow, orphan{err, c.whenBack(end)}
-	case !sending.unanswered.Load(), !abandoned && !errors.As(err, new(unsure)) && !errors.As(err, new(panicked)):
+	case !sending.open(), !abandoned && !errors.As(err, new(unsure)) && !errors.As(err, new(panicked)):
 		return got.got, got.held, slow, err
 	case !abandoned:
 		end <- unsure{err}

@@ -58,7 +58,7 @@ func (cfg *PartitionConfig) margin() time.Duration { return cfg.TTL / 10 }
 // caller's own.
 var (
 	errHandOver = errors.New("coord: the partition moves to another node")
-	errPanicked = errors.New("coord: the work on another partition has panicked")
+	errPanicked = errors.New("coord: the work on another partition, or the database driver, has panicked")
 )
 
 // RunPartitions joins the service and works on this node's share of the group's
@@ -133,9 +133,23 @@ func (c *Coord) run(ctx context.Context, cfg PartitionConfig, fn func(context.Co
 	stop := context.AfterFunc(c.ctx, func() { r.end(ErrClosed) }) // At once, whatever the loop waits for.
 	r.renewals = newBatch(c.cfg.Timeout, r.renew)
 	r.renewals.all = true
+	returned := false
+	defer func() {
+		if returned {
+			return
+		}
+		r.end(errPanicked) // By the driver, in the loop or in quit: nothing may go on.
+		for _, w := range r.list(func(*work) bool { return true }) {
+			<-w.over
+			w.untie()
+			_ = w.keeper.stop()
+		}
+		stop()
+	}()
 	err := r.loop()
 	r.end(err) // Of every fn, if a failure ended the loop.
 	left := r.quit()
+	returned = true
 	stop()
 	switch {
 	case r.panicked != "":
