@@ -173,3 +173,36 @@ func TestAdvisoryReleaseTwice(t *testing.T) {
 		}
 	})
 }
+
+// TestPoolOfTwo: the connection for renewals is not kept if an advisory driver needs the other
+// one, and a second driver, which would leave none, is refused.
+func TestPoolOfTwo(t *testing.T) {
+	eachPostgres(t, func(t *testing.T, e *env) {
+		db := e.open(t)
+		db.SetMaxOpenConns(2)
+		c := newCoord(t, db, e.dialect, e.config())
+		heartbeat := func() {
+			t.Helper()
+			if _, err := c.Members().Heartbeat(t.Context(), "web", "a", "", time.Hour, nil); err != nil {
+				t.Errorf("Heartbeat = %v", err)
+			}
+		}
+		heartbeat() // Its connection is kept.
+		d, err := c.AdvisoryDriver(coord.DriverConfig{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, name := range []string{"a", "b"} {
+			if _, err := d.Acquire(t.Context(), name, time.Hour); err != nil {
+				t.Errorf("Acquire(%s) = %v", name, err)
+			}
+			heartbeat()
+		}
+		if _, err := db.ExecContext(t.Context(), "SELECT 1"); err != nil {
+			t.Errorf("the application's own statement = %v", err)
+		}
+		if _, err := c.AdvisoryDriver(coord.DriverConfig{}); !errors.Is(err, coord.ErrInvalid) {
+			t.Errorf("a second driver = %v, want ErrInvalid", err)
+		}
+	})
+}
