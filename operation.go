@@ -333,8 +333,11 @@ func (a acquisition[T]) once(ctx context.Context, c *Coord) (_ T, _ *HeldError, 
 			}
 			return answer{got, held}, err
 		})
+		if err == nil {
+			return got, nil
+		}
 		lost := !errors.Is(err, errLocked) && sending.unanswered.Load() && (sending.ctx.Err() != nil || c.classify(err) == FailureConnection)
-		if err != nil && (lost || sending.granted.Load()) {
+		if lost || sending.granted.Load() {
 			err = unsure{err}
 		}
 		return got, err
