@@ -30,7 +30,7 @@ type EIDConfig struct {
 // new one, which has a new channel of Lost.
 //
 // It is safe for concurrent use. Make one, not one for each caller: callers of one
-// EIDLocker queue for ids. A call asks the database when all of its ids are free in the
+// Coord queue for ids. A call asks the database when all of its ids are free in the
 // process; of two calls that could, the one that came first. While it waits it keeps no
 // other call from ids that are free, so that calls for fewer ids may overtake it. Between
 // processes there is no order.
@@ -318,7 +318,8 @@ func (l *EIDLocker) try(ctx context.Context, s *lockSet) (got setGrant, refused 
 
 // send sends the acquisition, again if it has made rows, or if the answer took so long
 // that the locks would be lost soon.
-func (l *EIDLocker) send(ctx context.Context, on conn, s *lockSet, list string, attempt int64) (got setGrant, held *HeldError, err error) {
+func (l *EIDLocker) send(ctx context.Context, on conn, s *lockSet, list string,
+	attempt int64) (got setGrant, held *HeldError, err error) {
 	var wasGranted bool
 	var fence, expires int64
 	var id, owner string

@@ -151,7 +151,8 @@ func newBatch[T any](most time.Duration, send func(context.Context, time.Duratio
 
 // keepAlone keeps one thing by a batch of its own. renew reports whether it was renewed;
 // false is final.
-func keepAlone(h hold, deadline time.Time, p pace, most time.Duration, renew func(context.Context) (bool, error)) *keeper {
+func keepAlone(h hold, deadline time.Time, p pace, most time.Duration,
+	renew func(context.Context) (bool, error)) *keeper {
 	b := newBatch(most, func(ctx context.Context, _ time.Duration, _ []struct{}) ([]fate, error) {
 		held, err := renew(ctx)
 		if held {

@@ -67,13 +67,15 @@ func (s *LeaseStore) load(c *Coord) error {
 // granted is released in the background.
 //
 // The context bounds the acquisition only.
-func (s *LeaseStore) Acquire(ctx context.Context, group string, partition int, owner string, ttl time.Duration) (Lease, error) {
+func (s *LeaseStore) Acquire(ctx context.Context, group string, partition int, owner string,
+	ttl time.Duration) (Lease, error) {
 	return s.take(ctx, group, partition, owner, ttl, false)
 }
 
 // take is Acquire. If now is set, it waits for nobody: that it would have to is an
 // [ErrHeld] too.
-func (s *LeaseStore) take(ctx context.Context, group string, partition int, owner string, ttl time.Duration, now bool) (Lease, error) {
+func (s *LeaseStore) take(ctx context.Context, group string, partition int, owner string,
+	ttl time.Duration, now bool) (Lease, error) {
 	if err := cmp.Or(checkLease(group, partition, owner), checkTTL(ttl)); err != nil {
 		return Lease{}, wrap("acquire lease", err)
 	}
@@ -92,7 +94,8 @@ func (s *LeaseStore) take(ctx context.Context, group string, partition int, owne
 
 // try sends the acquisition. On engines that can't name the holder in the same statement,
 // and when a rival was faster, it reads who it is.
-func (s *LeaseStore) try(ctx context.Context, on conn, want Lease, ttl time.Duration, attempt int64) (Lease, *HeldError, error) {
+func (s *LeaseStore) try(ctx context.Context, on conn, want Lease, ttl time.Duration,
+	attempt int64) (Lease, *HeldError, error) {
 	var granted bool
 	var holder string
 	var expires int64
@@ -120,7 +123,8 @@ func (s *LeaseStore) try(ctx context.Context, on conn, want Lease, ttl time.Dura
 // may have taken a partition over. With no partitions nothing is sent. If another
 // transaction keeps some of the rows locked for [Config.Timeout], Renew returns an error,
 // with the leases that it has renewed last: the others are not lost.
-func (s *LeaseStore) Renew(ctx context.Context, group string, partitions []int, owner string, ttl time.Duration) ([]Lease, error) {
+func (s *LeaseStore) Renew(ctx context.Context, group string, partitions []int, owner string,
+	ttl time.Duration) ([]Lease, error) {
 	partitions = slices.Compact(slices.Sorted(slices.Values(partitions)))
 	lowest := 0
 	if len(partitions) > 0 {
@@ -141,7 +145,8 @@ func (s *LeaseStore) Renew(ctx context.Context, group string, partitions []int, 
 
 // renewFree is Renew that does not wait for rows which another transaction has locked: it
 // returns their partitions too, and whether they are still owner's is not known.
-func (s *LeaseStore) renewFree(ctx context.Context, patience time.Duration, group string, partitions []int, owner string, ttl time.Duration) (leases []Lease, locked []int, err error) {
+func (s *LeaseStore) renewFree(ctx context.Context, patience time.Duration, group string,
+	partitions []int, owner string, ttl time.Duration) (leases []Lease, locked []int, err error) {
 	if len(partitions) == 0 {
 		return nil, nil, nil
 	}
@@ -158,7 +163,8 @@ func (s *LeaseStore) renewFree(ctx context.Context, patience time.Duration, grou
 
 // extend sends the renewal, and returns what is still owner's and the partitions whose rows
 // are locked.
-func (s *LeaseStore) extend(ctx context.Context, on conn, group string, partitions []int, owner string, ttl time.Duration) (leases []Lease, locked []int, err error) {
+func (s *LeaseStore) extend(ctx context.Context, on conn, group string, partitions []int,
+	owner string, ttl time.Duration) (leases []Lease, locked []int, err error) {
 	leases = make([]Lease, 0, len(partitions))
 	var partition, epoch, expires int64 // int64, since database/sql reads an int by way of its text
 	var renewed bool

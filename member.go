@@ -44,7 +44,8 @@ func (s *MemberStore) load(c *Coord) error {
 // Heartbeat makes node a member of service for ttl from now, with this address and
 // these groups in place of former ones, and returns it as it is kept. Call it every
 // TTL/3 or so.
-func (s *MemberStore) Heartbeat(ctx context.Context, service, node, address string, ttl time.Duration, groups []string) (Member, error) {
+func (s *MemberStore) Heartbeat(ctx context.Context, service, node, address string,
+	ttl time.Duration, groups []string) (Member, error) {
 	if err := cmp.Or(checkMember(service, node), checkOptional("address", address), checkTTL(ttl), checkGroups(groups)); err != nil {
 		return Member{}, wrap("heartbeat", err)
 	}

@@ -171,8 +171,9 @@ func (cfg *MutexConfig) complete() error {
 }
 
 // TryLock takes the lock if it is free, and returns an [ErrHeld] if not, also if
-// another caller of this Mutex has it or waits for it. It may wait, as long as ctx
-// allows, for a transaction that a former holder has guarded.
+// another caller of this process has it or waits for it. It may wait, as long as ctx
+// allows, for the database's answer to another caller of this process, and for a
+// transaction that a former holder has guarded.
 func (m *Mutex) TryLock(ctx context.Context, name string) (lock *Lock, err error) {
 	if err := m.check(ctx, name); err != nil {
 		return nil, err
@@ -345,8 +346,7 @@ func (l *Lock) Context(parent context.Context) (context.Context, context.CancelF
 
 // Unlock gives the lock up and returns [ErrLost] if it was lost before. It goes
 // through even if ctx has ended, and waits for a stuck driver no longer than
-// [Config.Timeout] for each of a renewal under way and the release; on a driver's
-// error the lock is left to its TTL. Further calls return what the first did.
+// [Config.Timeout]. On a driver's error the lock is left to its TTL. Further calls return what the first did.
 func (l *Lock) Unlock(ctx context.Context) error {
 	l.unlock.Do(func() {
 		l.ended() // Others come after the release.

@@ -131,7 +131,8 @@ func (d *TableDriver) take(ctx context.Context, name string, ttl time.Duration) 
 
 // try sends the acquisition, again if it has made the row, or if the answer took so long
 // that the lock would be lost soon.
-func (d *TableDriver) try(ctx context.Context, on conn, name, key string, ttl time.Duration, attempt int64) (lock DriverLock, held *HeldError, err error) {
+func (d *TableDriver) try(ctx context.Context, on conn, name, key string, ttl time.Duration,
+	attempt int64) (lock DriverLock, held *HeldError, err error) {
 	var wasGranted bool
 	var holder string
 	var fence, expires int64

@@ -82,7 +82,8 @@ func sqlState(err error) string {
 }
 
 // each calls scan for each row of a statement's result.
-func (n conn) each(ctx context.Context, text string, args []any, scan func(row func(to ...any) error) error) (err error) {
+func (n conn) each(ctx context.Context, text string, args []any,
+	scan func(row func(to ...any) error) error) (err error) {
 	rows, err := send(ctx, n, text, args, (*sql.Stmt).QueryContext, n.on.QueryContext)
 	if err != nil {
 		return err
@@ -158,7 +159,8 @@ type where struct {
 // where the database asks for it, or if it returns errLocked, with the connection left to
 // others meanwhile. In the caller's transaction do is called once and only ctx bounds it: an
 // interruption would end the transaction.
-func run[T any](ctx context.Context, c *Coord, on where, t *table, do func(context.Context, conn) (T, error)) (result T, err error) {
+func run[T any](ctx context.Context, c *Coord, on where, t *table, do func(context.Context,
+	conn) (T, error)) (result T, err error) {
 	if on.tx != nil {
 		if err := c.readyIn(ctx, on.tx, t); err != nil {
 			return result, err

@@ -218,8 +218,8 @@ func wantNobody(t *testing.T, q *queue) {
 	}
 }
 
-// TestQueueTry: a caller that is not to wait for a holder waits for one who has only begun to
-// ask, in its turn.
+// TestQueueTry: try is refused while another caller holds the name. While another caller only
+// asks for it, try waits for its turn.
 func TestQueueTry(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var q queue

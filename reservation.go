@@ -201,7 +201,8 @@ func (s *ReservationStore) WithTx(tx DBTX) *ReservationStore {
 // If the reply is lost the caller gets the driver's error, and what may have been
 // added is removed in the background: the hold, unless another Reserve has asked
 // for the same one.
-func (s *ReservationStore) Reserve(ctx context.Context, scope ReservationScope, key string, owner AggregateRef, hold string, ttl time.Duration) (Reservation, error) {
+func (s *ReservationStore) Reserve(ctx context.Context, scope ReservationScope, key string,
+	owner AggregateRef, hold string, ttl time.Duration) (Reservation, error) {
 	t, err := s.check(scope, key, owner)
 	if err := cmp.Or(err, checkText("hold", hold), checkTTL(ttl)); err != nil {
 		return Reservation{}, wrap("reserve", err)
@@ -228,7 +229,8 @@ func (s *ReservationStore) Reserve(ctx context.Context, scope ReservationScope, 
 
 // try sends the reservation. On engines that can't name the owner in the same statement,
 // and when a rival was faster, it reads who it is.
-func (s *ReservationStore) try(ctx context.Context, on conn, t *reservationType, scope ReservationScope, key string, owner AggregateRef, hold string, ttl time.Duration, attempt int64) (got Reservation, held *HeldError, err error) {
+func (s *ReservationStore) try(ctx context.Context, on conn, t *reservationType,
+	scope ReservationScope, key string, owner AggregateRef, hold string, ttl time.Duration, attempt int64) (got Reservation, held *HeldError, err error) {
 	found := foundReservation{scope: scope, key: key}
 	for range maxRivals {
 		wasGranted := false
@@ -260,7 +262,8 @@ const maxRivals = 10
 // it, whether it was reserved, is free or another's reservation has expired, and
 // ends its holds. See [ConfirmOutcome] for what else it may find; those are no
 // errors. It may be sent again.
-func (s *ReservationStore) Confirm(ctx context.Context, scope ReservationScope, key string, owner AggregateRef, version int64) (ConfirmOutcome, error) {
+func (s *ReservationStore) Confirm(ctx context.Context, scope ReservationScope, key string,
+	owner AggregateRef, version int64) (ConfirmOutcome, error) {
 	t, err := s.check(scope, key, owner)
 	if err := cmp.Or(err, checkVersion(version)); err != nil {
 		return 0, wrap("confirm", err)
@@ -273,7 +276,8 @@ func (s *ReservationStore) Confirm(ctx context.Context, scope ReservationScope, 
 
 // tryConfirm sends the confirmation. On engines that can't tell why in the same
 // statement, and when a rival was faster, it reads what refused it.
-func (s *ReservationStore) tryConfirm(ctx context.Context, on conn, t *reservationType, scope ReservationScope, key string, owner AggregateRef, version int64) (ConfirmOutcome, error) {
+func (s *ReservationStore) tryConfirm(ctx context.Context, on conn, t *reservationType,
+	scope ReservationScope, key string, owner AggregateRef, version int64) (ConfirmOutcome, error) {
 	var outcome int64
 	for range maxRivals {
 		for _, text := range []string{t.confirm, t.refusal} {
@@ -290,7 +294,8 @@ func (s *ReservationStore) tryConfirm(ctx context.Context, on conn, t *reservati
 // the last one and the key is not confirmed. It tells whether the hold was there,
 // be it expired. Outside a transaction it runs even if ctx has ended, for at most
 // [Config.Timeout].
-func (s *ReservationStore) Abandon(ctx context.Context, scope ReservationScope, key string, owner AggregateRef, hold string) (bool, error) {
+func (s *ReservationStore) Abandon(ctx context.Context, scope ReservationScope, key string,
+	owner AggregateRef, hold string) (bool, error) {
 	t, err := s.check(scope, key, owner)
 	if err := cmp.Or(err, checkText("hold", hold)); err != nil {
 		return false, wrap("abandon", err)
@@ -309,7 +314,8 @@ func (s *ReservationStore) Abandon(ctx context.Context, scope ReservationScope, 
 // whether it was. The key is free then, or pending if it has holds that have not
 // expired. It may be sent again. Outside a transaction it runs even if ctx has
 // ended, for at most [Config.Timeout].
-func (s *ReservationStore) Release(ctx context.Context, scope ReservationScope, key string, owner AggregateRef, version int64) (bool, error) {
+func (s *ReservationStore) Release(ctx context.Context, scope ReservationScope, key string,
+	owner AggregateRef, version int64) (bool, error) {
 	t, err := s.check(scope, key, owner)
 	if err := cmp.Or(err, checkVersion(version)); err != nil {
 		return false, wrap("release reservation", err)
@@ -347,7 +353,8 @@ func (s *ReservationStore) Find(ctx context.Context, scope ReservationScope, key
 
 // onKey runs an operation that changes a key: in the caller's transaction, if there is one,
 // or on the pool when no other caller of this process is at work on the key.
-func onKey[T any](ctx context.Context, s *ReservationStore, t *reservationType, scope ReservationScope, key string, do func(context.Context, conn) (T, error)) (result T, err error) {
+func onKey[T any](ctx context.Context, s *ReservationStore, t *reservationType,
+	scope ReservationScope, key string, do func(context.Context, conn) (T, error)) (result T, err error) {
 	if !s.bound && t.table != nil {
 		turn, cancel := context.WithTimeout(ctx, s.c.cfg.Timeout)
 		defer cancel()

@@ -95,7 +95,8 @@ var (
 // runs the group for the node already, the context's error if ctx has ended before, and
 // [ErrClosed] after [Coord.Close], once every fn has returned. Close does not wait for
 // that, and releases nothing: end ctx first.
-func (c *Coord) RunPartitions(ctx context.Context, cfg PartitionConfig, fn func(ctx context.Context, lease Lease) error) error {
+func (c *Coord) RunPartitions(ctx context.Context, cfg PartitionConfig,
+	fn func(ctx context.Context, lease Lease) error) error {
 	err := cfg.complete(c)
 	switch {
 	case err != nil:
@@ -114,7 +115,8 @@ func (c *Coord) RunPartitions(ctx context.Context, cfg PartitionConfig, fn func(
 // name for service and group, so name must be no other group's; ttl 0 is 15 s. A
 // leader whose fn returns nil stays leader, and nobody works meanwhile: to resign, end
 // ctx.
-func (c *Coord) RunLeader(ctx context.Context, name string, ttl time.Duration, fn func(ctx context.Context, lease Lease) error) error {
+func (c *Coord) RunLeader(ctx context.Context, name string, ttl time.Duration,
+	fn func(ctx context.Context, lease Lease) error) error {
 	return c.RunPartitions(ctx, PartitionConfig{Service: name, Group: name, Partitions: 1, TTL: ttl}, fn)
 }
 

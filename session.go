@@ -56,7 +56,8 @@ func newSession(c *Coord, owner *life) (*session, error) {
 // [Config.Timeout] at most; a renewal, which has a patience, waits for its turn as long as ctx
 // allows. From then on it waits for do, whatever becomes of ctx, but no longer than the
 // patience or [Config.Timeout]: then the call is abandoned with the connection.
-func onSession[T any](ctx context.Context, s *session, patience time.Duration, do func(context.Context, *pinned) (T, error)) (T, error) {
+func onSession[T any](ctx context.Context, s *session, patience time.Duration,
+	do func(context.Context, *pinned) (T, error)) (T, error) {
 	var none T
 	waiting, done, err := s.admit(ctx)
 	if err != nil {

@@ -462,8 +462,8 @@ func (s *formatStore) read(ctx context.Context, on conn) (map[string]int64, erro
 	return formats, err
 }
 
-// beside tells whether a table can be made while a caller's transaction is open: on
-// SQLite it would wait for that, and so it would for the pool's only connection.
+// beside reports whether a table can be made while a caller's transaction is open. On SQLite
+// the DDL would wait for the transaction, and on a pool of one for its only connection.
 func (c *Coord) beside() bool {
 	return c.dialect.Name() != SQLite.Name() && c.db.Stats().MaxOpenConnections != 1
 }

@@ -414,7 +414,7 @@ func (r *rig) hold(t testing.TB, ttl time.Duration, partitions int) *holdings {
 	return h
 }
 
-// keep fails the test if anything is lost during a time, but for the exceptions.
+// keep waits for a time and fails the test if anything except what is excepted is lost meanwhile.
 func (h *holdings) keep(t testing.TB, during time.Duration, except ...string) {
 	t.Helper()
 	for over := time.After(during); ; {
