@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -268,4 +269,60 @@ func TestAdvisoryRefusalNamesUs(t *testing.T) {
 			t.Errorf("refused by %v", err)
 		}
 	})
+}
+
+// TestCancelledWaitersAreNotSentAtOnce: callers whose contexts end while their statement is in
+// flight keep their place, so that others do not send one beside it.
+func TestCancelledWaitersAreNotSentAtOnce(t *testing.T) {
+	ops := map[string]func(ctx context.Context, c *Coord) error{
+		"Lock": func(ctx context.Context, c *Coord) error {
+			d, _ := c.TableDriver(DriverConfig{})
+			m, _ := NewMutex(d, MutexConfig{})
+			_, err := m.Lock(ctx, "m")
+			return err
+		},
+		"TryLock": func(ctx context.Context, c *Coord) error {
+			d, _ := c.TableDriver(DriverConfig{})
+			m, _ := NewMutex(d, MutexConfig{})
+			_, err := m.TryLock(ctx, "m")
+			return err
+		},
+		"AcquireLocks": func(ctx context.Context, c *Coord) error {
+			l, _ := c.EIDLocker(EIDConfig{})
+			return l.AcquireLocks(ctx, "a", "1", "2")
+		},
+		"Acquire": func(ctx context.Context, c *Coord) error {
+			_, err := c.Leases().Acquire(ctx, "jobs", 3, "me", time.Minute)
+			return err
+		},
+		"Reserve": func(ctx context.Context, c *Coord) error {
+			_, err := c.Reservations().Reserve(ctx, ReservationScope{Context: "a", Aggregate: "b"}, "key", AggregateRef{ID: "o"}, "hold", time.Minute)
+			return err
+		},
+	}
+	for name, op := range ops {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				f := &fakeDriver{}
+				c := newCoord(t, f, Config{})
+				var inFlight, most atomic.Int64
+				f.answer = func(s statement) (driver.Rows, error) {
+					most.Store(max(most.Load(), inFlight.Add(1)))
+					defer inFlight.Add(-1)
+					time.Sleep(time.Second)
+					return noRows{}, nil
+				}
+				for range 40 {
+					ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+					if err := op(ctx, c); err == nil {
+						t.Error("granted by a database that grants nothing")
+					}
+					cancel()
+				}
+				if n := most.Load(); n == 0 || n > 2 { // The second takes back the first.
+					t.Errorf("%d statements were in flight at once, want one and the one that takes it back", n)
+				}
+			})
+		})
+	}
 }

@@ -317,7 +317,11 @@ func (e *waitError) Unwrap() []error { return e.errs }
 // by ctx, or by failure. See [ErrAcquireTimeout].
 func waited(ctx context.Context, doing string, held, failure error) error {
 	if ctx.Err() != nil {
-		failure = wrap(doing, ended(ctx))
+		var left orphan // Whoever has the place in the queue has to know.
+		errors.As(failure, &left)
+		if failure = wrap(doing, ended(ctx)); left.settled != nil {
+			failure = orphan{failure, left.settled}
+		}
 	}
 	if held == nil {
 		return failure
