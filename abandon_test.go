@@ -5,6 +5,7 @@ import (
 	"database/sql/driver"
 	"errors"
 	"fmt"
+	"io"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -324,5 +325,53 @@ func TestCancelledWaitersAreNotSentAtOnce(t *testing.T) {
 				}
 			})
 		})
+	}
+}
+
+// TestReleasesAreRepeated: a release whose connection breaks is sent again, and reports what the
+// statement did that was answered.
+func TestReleasesAreRepeated(t *testing.T) {
+	scope, owner := ReservationScope{Context: "a", Aggregate: "b"}, AggregateRef{ID: "o"}
+	for name, release := range map[string]func(context.Context, *Coord) (bool, error){
+		"lease":  func(ctx context.Context, c *Coord) (bool, error) { return c.Leases().Release(ctx, "jobs", 3, "o") },
+		"member": func(ctx context.Context, c *Coord) (bool, error) { return true, c.Members().Leave(ctx, "web", "o") },
+		"mutex": func(ctx context.Context, c *Coord) (bool, error) {
+			d, _ := c.TableDriver(DriverConfig{})
+			return d.Release(ctx, DriverLock{Name: "m", Fence: 7})
+		},
+		"hold": func(ctx context.Context, c *Coord) (bool, error) {
+			return c.Reservations().Abandon(ctx, scope, "key", owner, "hold")
+		},
+		"reservation": func(ctx context.Context, c *Coord) (bool, error) {
+			return c.Reservations().Release(ctx, scope, "key", owner, 7)
+		},
+	} {
+		for _, failure := range []error{io.ErrUnexpectedEOF, &pq.Error{Code: "57P01"}, &pq.Error{Code: "25006"}, &pq.Error{Code: "53300"}} {
+			t.Run(fmt.Sprintf("%s, %v", name, failure), func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					f := &fakeDriver{}
+					c := newCoord(t, f, Config{})
+					typ, _ := c.reservations.of(scope.Context, scope.Aggregate)
+					typ.table.ready.Store(true)
+					heals := time.Now().Add(3 * time.Second)
+					f.answer = func(statement) (driver.Rows, error) {
+						if time.Now().Before(heals) {
+							return nil, failure
+						}
+						return &listRows{rows: [][]driver.Value{{true}}}, nil
+					}
+					ctx, cancel := context.WithCancel(t.Context())
+					cancel()
+					if ok, err := release(ctx, c); !ok || err != nil {
+						t.Errorf("released %v, %v, want true once the database answers", ok, err)
+					}
+					heals = time.Now().Add(time.Hour)
+					began := time.Now()
+					if ok, err := release(ctx, c); err == nil || time.Since(began) > 5*time.Second {
+						t.Errorf("released %v, %v after %v, want an error after Timeout", ok, err, time.Since(began))
+					}
+				})
+			})
+		}
 	}
 }

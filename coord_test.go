@@ -363,7 +363,7 @@ func TestStatements(t *testing.T) {
 		t.Errorf("Renew = %+v, %v", renewed, err)
 	}
 
-	mock.ExpectExec(leases.release).WithArgs("g", 3, "o", 0).WillReturnResult(sqlmock.NewResult(0, 1))
+	mock.ExpectExec(leases.release).WithArgs("g", 3, "o", 0, sqlmock.AnyArg()).WillReturnResult(sqlmock.NewResult(0, 1))
 	if ok, err := leases.Release(ctx, "g", 3, "o"); !ok || err != nil {
 		t.Errorf("Release = %v, %v", ok, err)
 	}

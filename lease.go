@@ -42,7 +42,7 @@ type LeaseStore struct {
 	holder  string // (group, partition, owner, now) row of (owner, expires) if another has it, or none
 	undo    string // (group, partition, owner, attempt) changes the row of that attempt
 	renew   string // (group, partitions json, owner, ttl, now) rows of (partition, epoch, expires, renewed or locked)
-	release string // (group, partition, owner, epoch) changes the row once
+	release string // (group, partition, owner, epoch, attempt) changes the row once
 	owners  string // (group, now) rows of (partition, owner, epoch, expires)
 	guard   string // (group, partition, owner, epoch, now) row, or none
 }
@@ -197,8 +197,9 @@ func (s *LeaseStore) giveUp(ctx context.Context, group string, partition int, ow
 	}
 	ctx, cancel := s.c.detach(ctx)
 	defer cancel()
+	attempt := s.c.attempts.Add(1)
 	changed, err := run(ctx, s.c, where{}, s.table, func(ctx context.Context, on conn) (int64, error) {
-		return on.exec(ctx, s.release, group, partition, owner, epoch)
+		return on.exec(ctx, s.release, group, partition, owner, epoch, attempt)
 	})
 	return changed > 0, wrap("release "+leaseName(group, partition), err)
 }

@@ -55,7 +55,7 @@ func (l *life) admit(ctx context.Context) (_ context.Context, done func(), err e
 		l.leave()
 		return nil, nil, ended(ctx)
 	}
-	if ctx.Value(releasing{}) != nil {
+	if isRelease(ctx) {
 		return ctx, l.leave, nil
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
@@ -126,10 +126,19 @@ func (l *life) over() error {
 // releasing marks the context of a release.
 type releasing struct{}
 
-// detach returns the context of a release: it outlives ctx, and ends after
-// [Config.Timeout].
+func isRelease(ctx context.Context) bool { return ctx.Value(releasing{}) != nil }
+
+// release returns the context of a release. It outlives ctx, unless that is one itself.
+func release(ctx context.Context) context.Context {
+	if isRelease(ctx) {
+		return ctx
+	}
+	return context.WithValue(context.WithoutCancel(ctx), releasing{}, true)
+}
+
+// detach returns the context of a release that ends after [Config.Timeout].
 func (c *Coord) detach(ctx context.Context) (context.Context, context.CancelFunc) {
-	return context.WithTimeout(context.WithValue(context.WithoutCancel(ctx), releasing{}, true), c.cfg.Timeout)
+	return context.WithTimeout(release(ctx), c.cfg.Timeout)
 }
 
 // wait waits for a group until ctx ends.

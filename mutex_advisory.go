@@ -51,12 +51,13 @@ type AdvisoryDriver struct {
 // for a name that this driver has.
 type claim struct {
 	name    string
-	id      int64 // DriverLock.session: a later claim to the name has another one
-	session int64 // the session that was asked, and holds it if asked is false; 0: none
-	asked   bool  // no answer to the request yet
-	owed    bool  // given up
-	freed   bool  // released on the server; false again once a Release has reported it
-	err     error // of the request alone: the session is as it was before
+	id      int64           // DriverLock.session: a later claim to the name has another one
+	session int64           // the session that was asked, and holds it if asked is false; 0: none
+	asked   bool            // no answer to the request yet
+	caller  <-chan struct{} // closed when the caller who asks has left
+	owed    bool            // given up
+	freed   bool            // released on the server; false again once a Release has reported it
+	err     error           // of the request alone: the session is as it was before
 
 	answered context.Context // ends with the answer to the request, or to the release
 	answer   context.CancelFunc
@@ -128,7 +129,7 @@ func (d *AdvisoryDriver) Acquire(ctx context.Context, name string, ttl time.Dura
 		return DriverLock{}, wrap("lock "+name, err)
 	}
 	defer done()
-	h, err := d.claim(name)
+	h, err := d.claim(name, ctx.Done())
 	if err != nil {
 		return DriverLock{}, wrap("lock "+name, err)
 	}
@@ -166,6 +167,9 @@ func (d *AdvisoryDriver) send(ctx context.Context, h *claim) (reused bool, err e
 	}
 	if h.answered.Err() != nil {
 		return false, nil
+	}
+	if err == nil && ctx.Err() != nil {
+		err = ended(ctx)
 	}
 	return used.Load(), err
 }
@@ -480,7 +484,7 @@ func (d *AdvisoryDriver) check(name string) error {
 }
 
 // claim keeps a name for one caller and makes it pending. It returns nil if another has it.
-func (d *AdvisoryDriver) claim(name string) (*claim, error) {
+func (d *AdvisoryDriver) claim(name string, caller <-chan struct{}) (*claim, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.over() != nil {
@@ -490,7 +494,7 @@ func (d *AdvisoryDriver) claim(name string) (*claim, error) {
 		return nil, nil
 	}
 	d.count++
-	h := &claim{name: name, id: d.count, asked: true}
+	h := &claim{name: name, id: d.count, asked: true, caller: caller}
 	d.claims[name] = h
 	d.enqueue(h)
 	return h, nil
@@ -502,12 +506,20 @@ func (d *AdvisoryDriver) enqueue(h *claim) {
 	d.pending = append(d.pending, h)
 }
 
-// collect takes out what is pending and can be sent on a session.
+// collect takes out what is pending and can be sent on a session. A request whose caller has
+// left is not sent: the caller is about to take it out.
 func (d *AdvisoryDriver) collect(session int64) (batch []*claim) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.pending = slices.DeleteFunc(d.pending, func(h *claim) bool {
-		mine := h.asked || h.session == session
+		mine := h.session == session
+		if h.asked {
+			select {
+			case <-h.caller:
+			default:
+				mine = true
+			}
+		}
 		if mine {
 			h.session = session
 			batch = append(batch, h)

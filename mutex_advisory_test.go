@@ -465,7 +465,7 @@ func refuseStatement(t *testing.T, section string, done bool, times int) {
 		}
 	case "both":
 		d.giveUp(other)
-		if _, err := d.claim("d"); err != nil {
+		if _, err := d.claim("d", nil); err != nil {
 			t.Fatal(err)
 		}
 		fallthrough
@@ -595,8 +595,8 @@ func TestAdvisoryLeavesInFlight(t *testing.T) {
 // granted on a session that has ended is not held.
 func TestAdvisoryClaims(t *testing.T) {
 	d, told := newAdvisory(t, &advisoryServer{}, Config{})
-	first, _ := d.claim("a")
-	if second, err := d.claim("a"); second != nil || err != nil {
+	first, _ := d.claim("a", nil)
+	if second, err := d.claim("a", nil); second != nil || err != nil {
 		t.Fatalf("claim of a taken name = %v, %v", second, err)
 	}
 	grant := func(session int64) error { return d.hand(session, d.collect(session), []bool{true}, nil, time.Now()) }
@@ -604,12 +604,12 @@ func TestAdvisoryClaims(t *testing.T) {
 		t.Fatalf("not granted: %v", err)
 	}
 	d.sessionEnded(1)
-	second, _ := d.claim("a")
+	second, _ := d.claim("a", nil)
 	if second == nil {
 		t.Fatal("the name is not free after the session's end")
 	}
 	d.result(first, nil)
-	if third, err := d.claim("a"); third != nil || err != nil {
+	if third, err := d.claim("a", nil); third != nil || err != nil {
 		t.Errorf("claim of a taken name = %v, %v", third, err)
 	}
 	if err := grant(1); err != nil || !second.asked {
@@ -618,4 +618,27 @@ func TestAdvisoryClaims(t *testing.T) {
 	if !slices.Equal(*told, []string{"a"}) {
 		t.Errorf("OnLost(%v), want a", *told)
 	}
+}
+
+// TestAdvisoryCallerLeavesDuringMeet: a request whose context ends while its session is made
+// fit for use is not sent.
+func TestAdvisoryCallerLeavesDuringMeet(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &advisoryServer{latency: time.Second}
+		d, _ := newAdvisory(t, s, Config{Timeout: time.Minute})
+		ctx, cancel := context.WithTimeout(t.Context(), 2500*time.Millisecond)
+		defer cancel()
+		if lock, err := d.Acquire(ctx, "m", 0); !errors.Is(err, context.DeadlineExceeded) || errors.Is(err, ErrHeld) {
+			t.Errorf("Acquire = %v, %v, want DeadlineExceeded", lock, err)
+		}
+		time.Sleep(time.Minute)
+		for _, st := range s.statements() {
+			if st.text == d.c.advisory.exchange {
+				t.Errorf("%v was sent at %v, after its context", st.args, st.at)
+			}
+		}
+		if _, err := d.Acquire(t.Context(), "m", 0); err != nil {
+			t.Errorf("Acquire afterwards = %v", err)
+		}
+	})
 }

@@ -156,9 +156,9 @@ type where struct {
 // run is one operation that needs t: it makes sure that t exists, then runs do.
 //
 // On the pool and on a pinned connection [Config.Timeout] bounds it, and do is called again
-// where the database asks for it, or if it returns errLocked, with the connection left to
-// others meanwhile. In the caller's transaction do is called once and only ctx bounds it: an
-// interruption would end the transaction.
+// where the database asks for it, if it returns errLocked, with the connection left to
+// others meanwhile, and if the connection of a release breaks. In the caller's transaction do
+// is called once and only ctx bounds it: an interruption would end the transaction.
 func run[T any](ctx context.Context, c *Coord, on where, t *table, do func(context.Context,
 	conn) (T, error)) (result T, err error) {
 	if on.tx != nil {
@@ -174,16 +174,22 @@ func run[T any](ctx context.Context, c *Coord, on where, t *table, do func(conte
 	defer done()
 	bound, cancel := context.WithTimeout(ctx, c.cfg.Timeout)
 	defer cancel()
-	result, err = whileLocked(bound, c, func() (T, error) {
+	for attempts := 1; ; attempts++ {
 		if on.session == nil {
-			return pooled(bound, c, do)
+			result, err = pooled(bound, c, do)
+		} else {
+			result, err = retry(ctx, c, func() (T, error) {
+				return onSession(ctx, on.session, on.patience, func(ctx context.Context, conn *pinned) (T, error) { return do(ctx, conn.conn) })
+			})
 		}
-		return retry(ctx, c, func() (T, error) {
-			return onSession(ctx, on.session, on.patience, func(ctx context.Context, conn *pinned) (T, error) { return do(ctx, conn.conn) })
-		})
-	})
-	rethrow(err)
-	return result, err
+		rethrow(err)
+		if !c.isLocked(err) && (!isRelease(ctx) || err == nil || c.classify(err) != FailureConnection) {
+			return result, err
+		}
+		if left := after(bound, backoff(attempts, 10*time.Millisecond, 100*time.Millisecond)); left != nil {
+			return result, fmt.Errorf("%w: %w", err, left)
+		}
+	}
 }
 
 // pooled runs do on the pool for coord's own account, for [Config.Timeout] at most.
@@ -397,20 +403,6 @@ func (c *Coord) guard(ctx context.Context, tx DBTX, t *table, text string, args 
 		return ErrLost
 	}
 	return err
-}
-
-// whileLocked calls do again, with pauses, while another transaction has locked what it
-// needs, until ctx ends.
-func whileLocked[T any](ctx context.Context, c *Coord, do func() (T, error)) (T, error) {
-	for attempts := 1; ; attempts++ {
-		result, err := do()
-		if !c.isLocked(err) {
-			return result, err
-		}
-		if left := after(ctx, backoff(attempts, 10*time.Millisecond, 100*time.Millisecond)); left != nil {
-			return result, fmt.Errorf("%w: %w", err, left)
-		}
-	}
 }
 
 // retry calls do again while the database asks for it. Ten attempts outlast any

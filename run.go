@@ -148,9 +148,19 @@ func (c *Coord) run(ctx context.Context, cfg PartitionConfig, fn func(context.Co
 		}
 		stop()
 	}()
+	leaving, cancel := context.WithCancelCause(release(ctx))
+	defer cancel(nil)
+	go func() { // Whatever is stuck, the run ends Timeout after its last fn.
+		<-r.ctx.Done()
+		for _, w := range r.list(func(*work) bool { return true }) {
+			<-w.over
+		}
+		_ = after(leaving, c.cfg.Timeout)
+		cancel(errAbandoned)
+	}()
 	err := r.loop()
 	r.end(err) // Of every fn, if a failure ended the loop.
-	left := r.quit()
+	left := r.quit(leaving)
 	returned = true
 	stop()
 	switch {

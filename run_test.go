@@ -2,6 +2,7 @@ package coord
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"database/sql/driver"
 	"encoding/json"
@@ -571,11 +572,54 @@ func TestRunBlackHole(t *testing.T) {
 				t.Errorf("partition %d ended: %v, want once, lost, before 27 s", p, ends)
 			}
 		}
-		if took, err := r.end(); took > 30*time.Second || err == nil {
-			t.Errorf("the run ended after %v: %v, want an error, soon", took, err)
+		if took, err := r.end(); took > 5*time.Second || err == nil {
+			t.Errorf("the run ended after %v: %v, want an error, after Timeout", took, err)
 		}
 		close(stuck)
 	})
+}
+
+// TestRunEndIsBounded: whichever statements are stuck, and since when, the run ends Timeout
+// after its last fn. What is not stuck is given up.
+func TestRunEndIsBounded(t *testing.T) {
+	for _, name := range []string{"leave", "release", ""} {
+		for _, slow := range []time.Duration{0, 3 * time.Second, 12 * time.Second} {
+			t.Run(fmt.Sprintf("%s stuck, fn returns after %v", cmp.Or(name, "all"), slow), func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					f := newCluster(t)
+					r := f.begin(t, 3, func(ctx context.Context, l Lease) error {
+						<-ctx.Done()
+						if l.Partition == 0 {
+							time.Sleep(slow)
+						}
+						return nil
+					})
+					time.Sleep(time.Second)
+					stuck := make(chan struct{})
+					f.set(func() {
+						f.before = func(statement string, _ []any) error {
+							if name == "" || statement == name {
+								<-stuck
+							}
+							return nil
+						}
+					})
+					if took, err := r.end(); took > slow+5*time.Second || err == nil {
+						t.Errorf("the run ended after %v: %v, want an error, Timeout after the last fn", took, err)
+					}
+					for p := range 3 {
+						if l := f.lease(p); name == "leave" && !l.expires.IsZero() {
+							t.Errorf("lease %d was not released", p)
+						}
+					}
+					if _, stays := f.members["a"]; name == "release" && stays {
+						t.Error("the member has not left")
+					}
+					close(stuck)
+				})
+			})
+		}
+	}
 }
 
 // TestRunOutlastsFailures: whichever statements fail for less than the deadline

@@ -159,14 +159,14 @@ func (r *runner) step() error {
 			return err
 		}
 	}
-	if err := r.settle(); err != nil {
+	if err := r.settle(r.ctx); err != nil {
 		return err
 	}
 	return r.look()
 }
 
 // settle releases the leases whose fn is over, unless they are lost.
-func (r *runner) settle() error {
+func (r *runner) settle(ctx context.Context) error {
 	lost := 0
 	defer func() {
 		if lost > 0 {
@@ -178,7 +178,7 @@ func (r *runner) settle() error {
 		if w.keeper.stop() != nil {
 			lost++
 			r.short, r.changed = true, time.Now() // It may be had back.
-		} else if _, err := r.c.leases.giveUp(r.ctx, r.cfg.Group, w.lease.Partition, r.cfg.Node, w.lease.Epoch); err != nil { // By epoch: not what a successor of our name has by now.
+		} else if _, err := r.c.leases.giveUp(ctx, r.cfg.Group, w.lease.Partition, r.cfg.Node, w.lease.Epoch); err != nil { // By epoch: not what a successor of our name has by now.
 			return err
 		}
 		r.mu.Lock()
@@ -206,7 +206,7 @@ func (r *runner) beatFor(ctx context.Context, groups []string) error {
 }
 
 // leave ends the membership, or this group's part of it.
-func (r *runner) leave() (err error) {
+func (r *runner) leave(ctx context.Context) (err error) {
 	if r.left || !r.asked {
 		return nil
 	}
@@ -214,11 +214,9 @@ func (r *runner) leave() (err error) {
 	defer r.c.roll.mu.Unlock()
 	r.c.roll.runs[r.member][r.cfg.Group] = false
 	if others := r.c.roll.groups(r.member); len(others) > 0 {
-		ctx, cancel := r.c.detach(r.ctx)
-		defer cancel()
 		err = r.beatFor(ctx, others)
 	} else {
-		err = r.c.members.Leave(r.ctx, r.cfg.Service, r.cfg.Node)
+		err = r.c.members.Leave(ctx, r.cfg.Service, r.cfg.Node)
 	}
 	r.left = err == nil
 	return err
@@ -503,32 +501,46 @@ func (r *runner) warn(message string, args ...any) {
 }
 
 // quit gives everything up: the membership first, so that others see it coming, then
-// each lease as its fn returns. It waits for every fn, and tries again what fails,
-// until [Config.Timeout] after the last of them.
-func (r *runner) quit() error {
-	var idle time.Time // since when no fn is running
-	for attempts := 1; ; attempts++ {
-		err := cmp.Or(r.leave(), r.settle())
-		pause := r.cfg.Heartbeat / 4
-		if len(r.list(func(w *work) bool { return !w.isOver() })) == 0 {
-			if idle.IsZero() {
-				idle, attempts = time.Now(), 1
+// each lease as its fn returns. It waits for every fn, and repeats what fails until ctx ends.
+func (r *runner) quit(ctx context.Context) error {
+	for attempts := 1; ; {
+		err := r.giveUp(ctx)
+		left := r.list(func(*work) bool { return true })
+		switch {
+		case slices.ContainsFunc(left, func(w *work) bool { return !w.isOver() }):
+			r.complain()
+			select {
+			case <-r.nudge:
+			case <-time.After(r.cfg.Heartbeat / 4):
 			}
-			switch left := r.list((*work).isOver); {
-			case err == nil && len(left) > 0: // The last one returned meanwhile.
-				continue
-			case err == nil, errors.Is(err, ErrClosed), r.final(err), time.Since(idle) > r.c.cfg.Timeout:
-				for _, w := range r.list((*work).isOver) {
-					_ = w.keeper.stop()
-				}
-				return err
+		case err == nil && len(left) == 0:
+			return nil
+		case err == nil: // The last one returned meanwhile.
+		case errors.Is(err, ErrClosed), r.final(err), after(ctx, backoff(attempts, 10*time.Millisecond, time.Second)) != nil:
+			for _, w := range left {
+				_ = w.keeper.stop()
 			}
-			pause = backoff(attempts, 10*time.Millisecond, time.Second)
-		}
-		r.complain()
-		select {
-		case <-r.nudge:
-		case <-time.After(pause):
+			return err
+		default:
+			attempts++
 		}
 	}
+}
+
+// giveUp leaves and settles once. A membership that is stuck holds up no lease.
+func (r *runner) giveUp(ctx context.Context) error {
+	var left outcome[struct{}]
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		protect(func() (struct{}, error) { return struct{}{}, r.leave(ctx) }, &left)
+	}()
+	select {
+	case <-done:
+	case <-time.After(r.c.cfg.Timeout / 8):
+	}
+	settled := r.settle(ctx)
+	<-done
+	rethrow(left.err)
+	return cmp.Or(left.err, settled)
 }

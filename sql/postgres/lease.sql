@@ -7,7 +7,7 @@ CREATE TABLE IF NOT EXISTS coord_lease (
     partition  bigint      NOT NULL,
     owner      text        NOT NULL,
     epoch      bigint      NOT NULL,
-    attempt    bigint      NOT NULL, -- the acquisition that made this epoch: the Coord in the upper half, a count in the lower
+    attempt    bigint      NOT NULL, -- the last acquisition or release: the Coord in the upper half, a count in the lower
     dated      timestamptz NOT NULL, -- the "now" of the last grant or renewal: an older one that arrives late changes nothing
     expires_at timestamptz NOT NULL, -- 'epoch' once released
     PRIMARY KEY (group_name, partition)
@@ -108,12 +108,12 @@ AND expires_at > (SELECT now FROM judged)
 AND (partition IN (SELECT partition FROM mine)) IS NOT TRUE; -- IS NOT TRUE: a hash table, never a join, which would compare each with each.
 
 -- name: release
--- (group, partition, owner, epoch) one row changed the first time; epoch 0 is any
+-- (group, partition, owner, epoch, attempt) one row changed the first time; epoch 0 is any
 UPDATE coord_lease
-SET expires_at = 'epoch'
+SET attempt = $5::bigint, expires_at = 'epoch'
 WHERE group_name = $1::text AND partition = $2::bigint AND owner = $3::text
 AND ($4::bigint = 0 OR epoch = $4::bigint)
-AND expires_at > 'epoch';
+AND (expires_at > 'epoch' OR attempt = $5::bigint); -- Or sent twice, and the first was done.
 
 -- name: owners
 -- (group, now) rows of (partition, owner, epoch, expires), by partition

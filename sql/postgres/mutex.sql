@@ -123,7 +123,7 @@ AND (name IN (SELECT name FROM mine)) IS NOT TRUE;
 UPDATE coord_mutex
 SET attempt = $3::bigint, expires_at = 'epoch'
 WHERE name = $1::text AND fence = $2::bigint
-AND (expires_at > 'epoch' OR attempt = $3::bigint); -- Or sent twice by the driver, and the first was done.
+AND (expires_at > 'epoch' OR attempt = $3::bigint); -- Or sent twice, and the first was done.
 
 -- name: guard
 -- (name, fence, now) a row if it is still held, and then until the transaction ends

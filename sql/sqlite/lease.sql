@@ -8,7 +8,7 @@ CREATE TABLE IF NOT EXISTS coord_lease (
     partition  INTEGER NOT NULL,
     owner      TEXT    NOT NULL,
     epoch      INTEGER NOT NULL,
-    attempt    INTEGER NOT NULL, -- the acquisition that made this epoch: the Coord in the upper half, a count in the lower
+    attempt    INTEGER NOT NULL, -- the last acquisition or release: the Coord in the upper half, a count in the lower
     dated      INTEGER NOT NULL, -- the "now" of the last grant or renewal: an older one that arrives late changes nothing
     expires_at INTEGER NOT NULL, -- 0 once released
     PRIMARY KEY (group_name, partition)
@@ -58,12 +58,12 @@ AND expires_at > coalesce(?5, CAST(round(unixepoch('subsec') * 1000) AS INTEGER)
 RETURNING partition, epoch, expires_at, 1;
 
 -- name: release
--- (group, partition, owner, epoch) one row changed the first time; epoch 0 is any
+-- (group, partition, owner, epoch, attempt) one row changed the first time; epoch 0 is any
 UPDATE coord_lease
-SET expires_at = 0
+SET attempt = ?5, expires_at = 0
 WHERE group_name = ?1 AND partition = ?2 AND owner = ?3
 AND (?4 = 0 OR epoch = ?4)
-AND expires_at > 0;
+AND (expires_at > 0 OR attempt = ?5); -- Or sent twice, and the first was done.
 
 -- name: owners
 -- (group, now) rows of (partition, owner, epoch, expires), by partition

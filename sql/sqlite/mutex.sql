@@ -67,7 +67,7 @@ RETURNING name, fence, 1;
 UPDATE coord_mutex
 SET attempt = ?3, expires_at = 0
 WHERE name = ?1 AND fence = ?2
-AND (expires_at > 0 OR attempt = ?3); -- Or sent twice by the driver, and the first was done.
+AND (expires_at > 0 OR attempt = ?3); -- Or sent twice, and the first was done.
 
 -- name: guard
 -- (name, fence, now) a row if it is still held, and then until the transaction ends
