@@ -185,7 +185,8 @@ func (s *LeaseStore) extend(ctx context.Context, on conn, group string, partitio
 // Release gives the lease up and keeps its row, so that the epoch continues. It goes
 // by owner, not by epoch: a former process of that name ends its successor's lease.
 // It returns true the first time the owner releases it, even after it expired as long
-// as nobody has taken it, and false otherwise. It runs even if ctx has ended.
+// as nobody has taken it, and false otherwise. It runs even if ctx has ended, for at most
+// [Config.Timeout], and is repeated if the connection breaks.
 func (s *LeaseStore) Release(ctx context.Context, group string, partition int, owner string) (bool, error) {
 	return s.giveUp(ctx, group, partition, owner, 0)
 }

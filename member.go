@@ -67,7 +67,7 @@ func (s *MemberStore) Heartbeat(ctx context.Context, service, node, address stri
 }
 
 // Leave ends the membership. That there is none is no error. It runs even if ctx
-// has ended.
+// has ended, for at most [Config.Timeout], and is repeated if the connection breaks.
 func (s *MemberStore) Leave(ctx context.Context, service, node string) error {
 	if err := checkMember(service, node); err != nil {
 		return wrap("leave", err)

@@ -345,8 +345,9 @@ func (l *Lock) Context(parent context.Context) (context.Context, context.CancelF
 }
 
 // Unlock gives the lock up and returns [ErrLost] if it was lost before. It goes
-// through even if ctx has ended, and waits for a stuck driver no longer than
-// [Config.Timeout]. On a driver's error the lock is left to its TTL. Further calls return what the first did.
+// through even if ctx has ended, and takes at most [Config.Timeout]: until then it is
+// repeated if the connection breaks. If it fails, the lock is left to its TTL. Further
+// calls return what the first did.
 func (l *Lock) Unlock(ctx context.Context) error {
 	l.unlock.Do(func() {
 		l.ended() // Others come after the release.

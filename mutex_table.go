@@ -179,7 +179,7 @@ func (d *TableDriver) Extend(ctx context.Context, lock DriverLock, ttl time.Dura
 
 // Release gives the lock up and keeps its row. It tells whether the lock was still
 // this holder's: also if it had expired and nobody has taken it. It runs even if
-// ctx has ended, for at most [Config.Timeout].
+// ctx has ended, for at most [Config.Timeout], and is repeated if the connection breaks.
 func (d *TableDriver) Release(ctx context.Context, lock DriverLock) (bool, error) {
 	key, err := d.key(lock.Name)
 	if err := cmp.Or(err, d.over()); err != nil {

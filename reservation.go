@@ -293,7 +293,8 @@ func (s *ReservationStore) tryConfirm(ctx context.Context, on conn, t *reservati
 // Abandon ends a hold, as the command that failed does, and frees the key if it was
 // the last one and the key is not confirmed. It tells whether the hold was there,
 // be it expired. Outside a transaction it runs even if ctx has ended, for at most
-// [Config.Timeout].
+// [Config.Timeout], and is repeated if the connection breaks: false may then mean that the
+// first statement has ended the hold.
 func (s *ReservationStore) Abandon(ctx context.Context, scope ReservationScope, key string,
 	owner AggregateRef, hold string) (bool, error) {
 	t, err := s.check(scope, key, owner)
@@ -313,7 +314,8 @@ func (s *ReservationStore) Abandon(ctx context.Context, scope ReservationScope, 
 // gives it up, if it is the owner's at that version or an earlier one, and tells
 // whether it was. The key is free then, or pending if it has holds that have not
 // expired. It may be sent again. Outside a transaction it runs even if ctx has
-// ended, for at most [Config.Timeout].
+// ended, for at most [Config.Timeout], and is repeated if the connection breaks: false may
+// then mean that the first statement has released the key.
 func (s *ReservationStore) Release(ctx context.Context, scope ReservationScope, key string,
 	owner AggregateRef, version int64) (bool, error) {
 	t, err := s.check(scope, key, owner)

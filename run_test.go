@@ -459,6 +459,7 @@ func (r *trial) end() (time.Duration, error) {
 	began := time.Now()
 	r.cancel()
 	<-r.finished
+	synctest.Wait() // Until all events are noted.
 	return time.Since(began), r.err
 }
 
@@ -830,6 +831,7 @@ func TestRunClose(t *testing.T) {
 		time.Sleep(5 * time.Second)
 		f.c.Close()
 		<-r.finished
+		synctest.Wait()
 		if ends := r.ends(1); len(ends) != 1 || ends[0].at != 5*time.Second || !errors.Is(ends[0].cause, ErrClosed) || !errors.Is(r.err, ErrClosed) {
 			t.Errorf("RunPartitions = %v, fn ended %v, want ErrClosed at once", r.err, ends)
 		}

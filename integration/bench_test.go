@@ -120,7 +120,7 @@ func leasePairs(b testing.TB, e *env) []pair {
 		},
 		func() {
 			query(b, acquire, []any{&granted, &owner, &epoch, &expires}, "bench", 0, "o", time.Minute.Microseconds(), nil, int64(1))
-			execute(b, release, "bench", 0, "o", 0)
+			execute(b, release, "bench", 0, "o", 0, 0)
 		},
 	}}
 	for _, n := range []int{1, 100, 10000} {
