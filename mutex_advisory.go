@@ -622,7 +622,7 @@ func (d *AdvisoryDriver) sessionEnded(session int64) {
 // as ctx allows, see [ErrAcquireTimeout]: a context that ends while it waits ends
 // the transaction too. It excludes, and is excluded by, an [AdvisoryDriver] without
 // a prefix, and works through poolers in transaction mode. It runs on the caller's
-// connection, and with a driver that heeds no context it does not either.
+// connection, and it returns with its context only if the database driver does.
 func (c *Coord) LockTx(ctx context.Context, tx DBTX, name string) error {
 	err := c.TryLockTx(ctx, tx, name)
 	if !errors.Is(err, ErrHeld) {

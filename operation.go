@@ -223,7 +223,7 @@ func (c *Coord) begin(ctx context.Context) (_ context.Context, done func(), err 
 	return c.admit(ctx)
 }
 
-// acquisition is one way to take something, and to give it back unseen.
+// acquisition is how one kind of thing is acquired, and released again if the caller has left.
 type acquisition[T any] struct {
 	what  string // for errors, such as "lease jobs/3"
 	table *table

@@ -317,7 +317,7 @@ func (e *waitError) Unwrap() []error { return e.errs }
 // by ctx, or by failure. See [ErrAcquireTimeout].
 func waited(ctx context.Context, doing string, held, failure error) error {
 	if ctx.Err() != nil {
-		var left orphan // Whoever has the place in the queue has to know.
+		var left orphan // The place in the queue is kept until that is settled.
 		errors.As(failure, &left)
 		if failure = wrap(doing, ended(ctx)); left.settled != nil {
 			failure = orphan{failure, left.settled}

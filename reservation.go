@@ -291,8 +291,8 @@ func (s *ReservationStore) tryConfirm(ctx context.Context, on conn, t *reservati
 }
 
 // Abandon ends a hold, as the command that failed does, and frees the key if it was
-// the last one and the key is not confirmed. It tells whether the hold was there,
-// be it expired. Outside a transaction it runs even if ctx has ended, for at most
+// the last one and the key is not confirmed. It reports whether the hold was there,
+// expired or not. Outside a transaction it runs even if ctx has ended, for at most
 // [Config.Timeout], and is repeated if the connection breaks: false may then mean that the
 // first statement has ended the hold.
 func (s *ReservationStore) Abandon(ctx context.Context, scope ReservationScope, key string,

@@ -25,7 +25,7 @@ type PartitionConfig struct {
 	// same in every node.
 	Partitions int
 	// TTL is how long leases and membership outlive a node that has crashed; default
-	// 15 s. It must be the same in every node, and had better be three times
+	// 15 s. It must be the same in every node, and should be three times
 	// [Config.Timeout] or more, so that a statement that is stuck loses nothing.
 	TTL time.Duration
 	// Heartbeat is the time between renewals, at most TTL/2; default TTL/3.

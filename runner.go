@@ -53,7 +53,7 @@ type work struct {
 	over     chan struct{}
 	stranded bool // it was dealt to a node that did not take it
 
-	asked time.Time // when its context was first seen to have ended; the loop's
+	asked time.Time // when its context had ended at a look for the first time; the loop's
 	told  bool      // the log knows that fn goes on
 }
 
@@ -302,9 +302,9 @@ func (r *runner) act(leases []Lease) error {
 	return r.disclaim(owners)
 }
 
-// stranded is what has been free for a TTL although it was dealt to another node. That
-// can't take it: its fn for it goes on in spite of a loss, say. Whoever sees it takes it
-// then, and hands over something else.
+// stranded returns partitions assigned to another node that have stayed free for a TTL. That
+// node can't take them, for example since its fn goes on although its lease was lost. A node
+// that sees them takes them, and hands over others.
 func (r *runner) stranded(owners []string, dealt []int) (partitions []int) {
 	now := time.Now()
 	for p, owner := range owners {

@@ -154,7 +154,7 @@ RETURNING true;
 
 -- name: release
 -- (tenant, namespace, key, owner's tenant, owner's id, version, now) a row if it was confirmed, and not later than at that version
-UPDATE coord_reservation__context__aggregate AS reservation -- No need to lock first: a hold that expires while this waits is seen to have.
+UPDATE coord_reservation__context__aggregate AS reservation -- No need to lock first: if this waits for the row, expiry is judged again.
 SET confirmed = false,
     version = 0,
     (holds, hold_expires, hold_attempts, expires_at) = (
