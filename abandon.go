@@ -219,8 +219,9 @@ func (c *Coord) whenBack(end <-chan error) <-chan struct{} {
 
 // takeBack releases in the background what an attempt may have been granted although its
 // caller left. end receives the attempt's error when the driver returns. free releases the
-// grant and reports whether it found one. It is repeated until it finds one, or the attempt
-// has ended for sure without a grant, for at most [Config.Timeout] after the attempt's end.
+// grant and reports whether it found one. It is repeated until it finds one after the
+// attempt's end, or the attempt has ended for sure without a grant, for at most
+// [Config.Timeout] after that end.
 // The channel is closed when free was first answered after the attempt's end, or after
 // [Config.Timeout]. takeBack must be called during an operation.
 func (c *Coord) takeBack(what string, end <-chan error, free func(context.Context) (bool, error)) <-chan struct{} {
@@ -243,10 +244,9 @@ func (c *Coord) takeBack(what string, end <-chan error, free func(context.Contex
 			found, err := await(ctx, c, func() (bool, error) { return free(ctx) }, nil)
 			cancel()
 			if end == nil && err == nil {
-				settle()
-			}
-			if found || granted && err == nil {
-				return
+				if settle(); found || granted {
+					return
+				}
 			}
 			if !time.Now().Before(until) {
 				if err != nil {

@@ -375,3 +375,33 @@ func TestReleasesAreRepeated(t *testing.T) {
 		}
 	}
 }
+
+// TestPlaceIsKeptUntilTheReply: an undo that finds the grant before its reply has come ends the
+// caller's place in the queue no earlier than the reply: the driver may be about to send the
+// statement again.
+func TestPlaceIsKeptUntilTheReply(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &fakeDriver{}
+		c := newCoord(t, f, Config{})
+		var sent []time.Time
+		f.answer = func(s statement) (driver.Rows, error) {
+			if s.text != c.leases.acquire {
+				return changed{rows: 1}, nil
+			}
+			sent = append(sent, time.Now())
+			time.Sleep(time.Second)
+			return &oneRow{true, "me", int64(1), time.Now().Add(time.Hour).UnixMicro()}, nil
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+		defer cancel()
+		if _, err := c.Leases().Acquire(ctx, "jobs", 3, "me", time.Hour); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("Acquire = %v, want DeadlineExceeded", err)
+		}
+		if _, err := c.Leases().Acquire(t.Context(), "jobs", 3, "me", time.Hour); err != nil {
+			t.Errorf("Acquire behind it = %v", err)
+		}
+		if len(sent) != 2 || sent[1].Sub(sent[0]) < time.Second {
+			t.Errorf("sent at %v, want the second after the first's reply, a second later", sent)
+		}
+	})
+}
