@@ -240,9 +240,11 @@ func (c *Coord) takeBack(what string, end <-chan error, free func(context.Contex
 				end, granted, attempts, until = nil, err == nil, 1, time.Now().Add(c.cfg.Timeout)
 			case <-time.After(min(backoff(attempts, 20*time.Millisecond, time.Second), time.Until(until))):
 			}
+			// Its connection may be stuck: it goes on until then, but soon the next tries another.
 			ctx, cancel := context.WithDeadline(context.Background(), until)
-			found, err := await(ctx, c, func() (bool, error) { return free(ctx) }, nil)
-			cancel()
+			soon, stop := context.WithTimeout(context.Background(), min(c.cfg.Timeout/4, time.Until(until)))
+			found, err := await(soon, c, func() (bool, error) { defer cancel(); return free(ctx) }, nil)
+			stop()
 			if end == nil && err == nil {
 				if settle(); found || granted {
 					return
