@@ -228,7 +228,7 @@ func (l *EIDLocker) narrow(ctx context.Context, s *lockSet, ids []string) (bool,
 	if len(dropped) != len(before)-len(ids) {
 		return false, ErrSetWidened
 	}
-	got, err := l.c.renewSets(ctx, where{}, []setOfIDs{{s.fence, s.ttl, ids}})
+	got, err := l.c.renewSets(ctx, where{}, []setOfIDs{{s.fence, s.ttl, ids}}, nil)
 	if err != nil || got.fates[0] != renewed {
 		return false, err
 	}
@@ -242,7 +242,7 @@ func (l *EIDLocker) narrow(ctx context.Context, s *lockSet, ids []string) (bool,
 	freed := make(chan struct{})
 	l.busy.Go(func() {
 		defer close(freed)
-		l.free(context.WithoutCancel(ctx), s.anchor, jsonList(dropped), s.fence)
+		_ = l.free(context.WithoutCancel(ctx), s.anchor, jsonList(dropped), s.fence)
 		l.c.queue.leave(s.place, l.lines(dropped)...)
 	})
 	select {
@@ -296,7 +296,7 @@ func (l *EIDLocker) try(ctx context.Context, s *lockSet) (got setGrant, refused 
 	if len(s.ids) == 1 {
 		refused = l.lines(s.ids)[0]
 	}
-	got, held, err := acquire(ctx, l.c, acquisition[setGrant]{what: setName(s.anchor), table: l.sql.table, now: true,
+	got, held, err := acquire(ctx, l.c, acquisition[setGrant]{what: setName(s.anchor), table: l.sql.table, now: true, renewed: true,
 		try: func(ctx context.Context, on conn, attempt int64) (setGrant, *HeldError, error) {
 			return l.send(ctx, on, s, list, attempt)
 		},
@@ -369,35 +369,29 @@ type setOfIDs struct {
 }
 
 // keepSets renews sets by one statement.
-func (c *Coord) keepSets(ctx context.Context, patience time.Duration, sets []*lockSet) ([]fate, error) {
+func (c *Coord) keepSets(ctx context.Context, patience time.Duration, sets []*lockSet, answer answer) error {
 	asked := make([]setOfIDs, len(sets))
 	for i, s := range sets {
 		asked[i] = setOfIDs{s.fence, s.ttl, s.all()}
 	}
-	got, err := c.renewSets(ctx, where{session: c.session, patience: patience}, asked)
+	_, err := c.renewSets(ctx, where{session: c.session, patience: patience, waits: true}, asked, func(r renewal) {
+		for i, s := range sets {
+			if r.fates[i] == gone && len(s.all()) != len(asked[i].ids) {
+				r.fates[i] = busy // Some ids were dropped meanwhile, and the statement has missed them.
+			}
+		}
+		answer(r)
+	})
 	if errors.Is(err, ErrClosed) {
 		err = context.Canceled // The Coord's Close is about to release them, which is no loss.
 	}
-	if err != nil {
-		return nil, err
-	}
-	for i, s := range sets {
-		if got.fates[i] == gone && len(s.all()) != len(asked[i].ids) {
-			got.fates[i] = busy // Some ids were dropped meanwhile, and the statement has missed them.
-		}
-	}
-	return got.fates, nil
-}
-
-// renewal is the answer to a renewal that was sent at a time.
-type renewal struct {
-	sent  time.Time
-	fates []fate
+	return err
 }
 
 // renewSets sends a renewal of sets, and returns a fate for each. On the pool it waits for
-// rows that another transaction has locked.
-func (c *Coord) renewSets(ctx context.Context, on where, sets []setOfIDs) (renewal, error) {
+// rows that another transaction has locked. It calls answer, if not nil, also when nobody waits
+// any more.
+func (c *Coord) renewSets(ctx context.Context, on where, sets []setOfIDs, answer answer) (renewal, error) {
 	list := make([][3]any, len(sets))
 	for i, s := range sets {
 		list[i] = [3]any{s.fence, micros(s.ttl), s.ids}
@@ -425,6 +419,9 @@ func (c *Coord) renewSets(ctx context.Context, on where, sets []setOfIDs) (renew
 		}
 		if err == nil && on.session == nil && slices.Contains(r.fates, busy) {
 			err = errLocked
+		}
+		if err == nil && answer != nil {
+			answer(r)
 		}
 		return r, err
 	})
@@ -456,35 +453,36 @@ func (l *EIDLocker) finish(ctx context.Context, s *lockSet) {
 	defer l.life.leave()
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), releaseTime)
 	defer cancel()
-	l.release(ctx, s)
+	rethrow(l.release(ctx, s))
 }
 
 // releaseTime is the most that a release takes.
 const releaseTime = 5 * time.Second
 
 // release frees what s has, then lets others of this process come after.
-func (l *EIDLocker) release(ctx context.Context, s *lockSet) {
+func (l *EIDLocker) release(ctx context.Context, s *lockSet) error {
 	s.untie()
 	_ = s.keeper.stop()
-	l.free(ctx, s.anchor, jsonList(s.all()), s.fence)
-	l.leave(s)
+	defer l.leave(s)
+	return l.free(ctx, s.anchor, jsonList(s.all()), s.fence)
 }
 
 // leave takes s out of the queue.
 func (l *EIDLocker) leave(s *lockSet) { l.c.queue.leave(s.place, l.lines(s.all())...) }
 
-// free releases ids of a set, and tries again what fails, for as long as it may.
-func (l *EIDLocker) free(ctx context.Context, anchor, list string, fence int64) {
+// free releases ids of a set, and tries again what fails, for as long as it may. What it
+// could not release is logged.
+func (l *EIDLocker) free(ctx context.Context, anchor, list string, fence int64) error {
 	ctx, cancel := context.WithTimeout(ctx, releaseTime)
 	defer cancel()
 	for attempts := 1; ; attempts++ {
 		_, err := pooled(ctx, l.c, func(ctx context.Context, on conn) (int64, error) { return on.exec(ctx, l.sql.release, list, fence) })
 		if err == nil {
-			return
+			return nil
 		}
-		if ctx.Err() != nil {
+		if ctx.Err() != nil || errors.As(err, new(panicked)) {
 			l.c.cfg.Logger.Warn("coord: locks that were to be released stay until their TTL", "what", setName(anchor), "error", err)
-			return
+			return err
 		}
 		_ = after(ctx, backoff(attempts, 10*time.Millisecond, 500*time.Millisecond))
 	}
@@ -594,7 +592,7 @@ func (l *EIDLocker) releaseAll(ctx context.Context) {
 	for range min(len(sets), 8) {
 		wg.Go(func() {
 			for s := range next {
-				l.release(ctx, s)
+				_ = l.release(ctx, s) // It is logged.
 			}
 		})
 	}

@@ -1774,8 +1774,9 @@ func TestEIDStuckCheck(t *testing.T) {
 				mustLock(t, l, "a", "1", "2")
 				time.Sleep(1700 * time.Millisecond)
 				back := make(chan struct{})
+				var stuck atomic.Int64 // the connection of the next statement
 				db.hook(func(s statement) error {
-					if s.conn == 1 {
+					if stuck.CompareAndSwap(0, int64(s.conn)); stuck.Load() == int64(s.conn) {
 						<-back
 					}
 					return nil

@@ -124,10 +124,11 @@ type batch[T any] struct {
 	most time.Duration // of the patience, which is else a third of the shortest TTL
 	all  bool          // what is not due is renewed together with what is
 	solo bool          // of one thing: ctx ends after patience, not with the first deadline
-	// send renews all by one statement, which is waited for as long as patience, and returns a
-	// fate for each. ctx ends with the first deadline: send may have to wait for its turn. An
+	// send renews all by one statement, which is waited for as long as patience. ctx ends with
+	// the first deadline: send may have to wait for its turn. It calls answer with the time just
+	// before the statement was sent and a fate for each, also when nobody waits any more. An
 	// error may pass, except ErrClosed.
-	send func(ctx context.Context, patience time.Duration, all []T) ([]fate, error)
+	send func(ctx context.Context, patience time.Duration, all []T, answer answer) error
 
 	mu     sync.Mutex
 	held   map[*keeper]T
@@ -135,6 +136,15 @@ type batch[T any] struct {
 	timer  *time.Timer // nil before the first
 	at     time.Time   // when timer fires
 	flight *flight     // nil if no statement is in flight
+}
+
+// answer is called with what a renewal has found that was sent at a time.
+type answer func(renewal)
+
+// renewal is what a renewal has found that was sent at a time.
+type renewal struct {
+	sent  time.Time
+	fates []fate
 }
 
 // flight is a statement of a batch.
@@ -145,7 +155,7 @@ type flight struct {
 	over     chan struct{}
 }
 
-func newBatch[T any](most time.Duration, send func(context.Context, time.Duration, []T) ([]fate, error)) *batch[T] {
+func newBatch[T any](most time.Duration, send func(context.Context, time.Duration, []T, answer) error) *batch[T] {
 	return &batch[T]{most: most, send: send, held: map[*keeper]T{}, due: map[*keeper]time.Time{}}
 }
 
@@ -153,12 +163,16 @@ func newBatch[T any](most time.Duration, send func(context.Context, time.Duratio
 // false is final.
 func keepAlone(h hold, deadline time.Time, p pace, most time.Duration,
 	renew func(context.Context) (bool, error)) *keeper {
-	b := newBatch(most, func(ctx context.Context, _ time.Duration, _ []struct{}) ([]fate, error) {
+	b := newBatch(most, func(ctx context.Context, _ time.Duration, _ []struct{}, answer answer) error {
+		sent, found := time.Now(), gone
 		held, err := renew(ctx)
 		if held {
-			return []fate{renewed}, err
+			found = renewed
 		}
-		return []fate{gone}, err
+		if err == nil {
+			answer(renewal{sent, []fate{found}})
+		}
+		return err
 	})
 	b.solo = true
 	return b.keep(struct{}{}, h, deadline, p)
@@ -220,19 +234,25 @@ func (b *batch[T]) run() {
 	}
 	defer close(f.over)
 	defer f.cancel()
-	sent := time.Now()
-	fates, err := await(f.ctx, nil, func() ([]fate, error) { return b.send(f.ctx, f.patience, all) }, func(fates []fate, err error) {
-		if err == nil {
-			apply(keepers, fates, sent)
-		}
-	})
-	switch {
-	case err == nil:
-		apply(keepers, fates, sent)
-	case errors.Is(err, ErrClosed):
-		apply(keepers, make([]fate, len(keepers)), sent)
+	answers := make(chan renewal, 1)
+	_, err := await(f.ctx, nil, func() (struct{}, error) {
+		return struct{}{}, b.send(f.ctx, f.patience, all, func(r renewal) {
+			apply(keepers, r)
+			select {
+			case answers <- r:
+			default:
+			}
+		})
+	}, nil)
+	if errors.Is(err, ErrClosed) {
+		apply(keepers, renewal{fates: make([]fate, len(keepers))})
 	}
-	b.plan(keepers, fates, sent, err)
+	select {
+	case r := <-answers:
+		b.plan(keepers, &r)
+	default:
+		b.plan(keepers, nil)
+	}
 }
 
 // collect returns what is due and starts a flight for it, or returns nil. What is due within
@@ -273,13 +293,18 @@ func (b *batch[T]) collect() (keepers []*keeper, all []T, f *flight) {
 	return keepers, all, f
 }
 
-// plan says when what was renewed, or was not, is due again.
-func (b *batch[T]) plan(keepers []*keeper, fates []fate, sent time.Time, err error) {
+// plan says when what was renewed, or was not, is due again. r is nil if there was no answer.
+func (b *batch[T]) plan(keepers []*keeper, r *renewal) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for i, k := range keepers {
-		if _, held := b.held[k]; held {
-			b.due[k] = k.next(sent, err != nil || fates[i] != renewed)
+		if _, held := b.held[k]; !held {
+			continue
+		}
+		if r != nil && r.fates[i] == renewed {
+			b.due[k] = k.next(r.sent, false)
+		} else {
+			b.due[k] = k.next(time.Time{}, true)
 		}
 	}
 	b.flight = nil
@@ -304,13 +329,13 @@ func (b *batch[T]) schedule() {
 }
 
 // apply ends what is gone, and moves the deadlines of what was renewed.
-func apply(keepers []*keeper, fates []fate, sent time.Time) {
+func apply(keepers []*keeper, r renewal) {
 	for i, k := range keepers {
-		switch fates[i] {
+		switch r.fates[i] {
 		case gone:
 			k.end(ErrLost)
 		case renewed:
-			k.renewed(sent)
+			k.renewed(r.sent)
 		}
 	}
 }

@@ -81,7 +81,7 @@ func (s *LeaseStore) take(ctx context.Context, group string, partition int, owne
 	}
 	what := leaseName(group, partition)
 	want := Lease{Group: group, Partition: partition, Owner: owner}
-	got, held, err := acquireInTurn(ctx, s.c, acquisition[Lease]{what: what, table: s.table, now: now,
+	got, held, err := acquireInTurn(ctx, s.c, acquisition[Lease]{what: what, table: s.table, now: now, renewed: true,
 		try: func(ctx context.Context, on conn, attempt int64) (Lease, *HeldError, error) {
 			return s.try(ctx, on, want, ttl, attempt)
 		},
@@ -133,7 +133,7 @@ func (s *LeaseStore) Renew(ctx context.Context, group string, partitions []int, 
 	if err := cmp.Or(checkLease(group, lowest, owner), checkTTL(ttl)); err != nil || len(partitions) == 0 {
 		return nil, wrap("renew leases", err)
 	}
-	leases, err := run(ctx, s.c, where{session: s.c.session}, s.table, func(ctx context.Context, on conn) ([]Lease, error) {
+	leases, err := run(ctx, s.c, s.c.renewing(ttl), s.table, func(ctx context.Context, on conn) ([]Lease, error) {
 		leases, locked, err := s.extend(ctx, on, group, partitions, owner, ttl)
 		if err == nil && len(locked) > 0 {
 			err = errLocked
@@ -143,22 +143,21 @@ func (s *LeaseStore) Renew(ctx context.Context, group string, partitions []int, 
 	return leases, wrap("renew leases "+group, err)
 }
 
-// renewFree is Renew that does not wait for rows which another transaction has locked: it
-// returns their partitions too, and whether they are still owner's is not known.
-func (s *LeaseStore) renewFree(ctx context.Context, patience time.Duration, group string,
-	partitions []int, owner string, ttl time.Duration) (leases []Lease, locked []int, err error) {
-	if len(partitions) == 0 {
-		return nil, nil, nil
-	}
-	type renewal struct {
-		leases []Lease
-		locked []int
-	}
-	got, err := run(ctx, s.c, where{session: s.c.session, patience: patience}, s.table, func(ctx context.Context, on conn) (got renewal, err error) {
-		got.leases, got.locked, err = s.extend(ctx, on, group, partitions, owner, ttl)
-		return got, err
+// renewFree is Renew that does not wait for rows which another transaction has locked. It
+// calls answer with their partitions too, of which it is not known whether they are still
+// owner's, and with the time just before the statement was sent.
+func (s *LeaseStore) renewFree(ctx context.Context, patience time.Duration, group string, partitions []int,
+	owner string, ttl time.Duration, answer func(sent time.Time, leases []Lease, locked []int)) error {
+	on := where{session: s.c.session, patience: patience, waits: true}
+	_, err := run(ctx, s.c, on, s.table, func(ctx context.Context, on conn) (struct{}, error) {
+		sent := time.Now()
+		leases, locked, err := s.extend(ctx, on, group, partitions, owner, ttl)
+		if err == nil {
+			answer(sent, leases, locked)
+		}
+		return struct{}{}, err
 	})
-	return got.leases, got.locked, wrap("renew leases "+group, err)
+	return wrap("renew leases "+group, err)
 }
 
 // extend sends the renewal, and returns what is still owner's and the partitions whose rows

@@ -46,6 +46,12 @@ func (s *MemberStore) load(c *Coord) error {
 // TTL/3 or so.
 func (s *MemberStore) Heartbeat(ctx context.Context, service, node, address string,
 	ttl time.Duration, groups []string) (Member, error) {
+	return s.beat(ctx, s.c.renewing(ttl), service, node, address, ttl, groups)
+}
+
+// beat is Heartbeat on a connection.
+func (s *MemberStore) beat(ctx context.Context, on where, service, node, address string,
+	ttl time.Duration, groups []string) (Member, error) {
 	if err := cmp.Or(checkMember(service, node), checkOptional("address", address), checkTTL(ttl), checkGroups(groups)); err != nil {
 		return Member{}, wrap("heartbeat", err)
 	}
@@ -53,7 +59,7 @@ func (s *MemberStore) Heartbeat(ctx context.Context, service, node, address stri
 	if groups == nil {
 		groups = []string{}
 	}
-	expires, err := run(ctx, s.c, where{session: s.c.session}, s.table, func(ctx context.Context, on conn) (expires int64, err error) {
+	expires, err := run(ctx, s.c, on, s.table, func(ctx context.Context, on conn) (expires int64, err error) {
 		found, err := on.row(ctx, s.heartbeat, []any{service, node, address, jsonList(groups), micros(ttl), s.c.now()}, &expires)
 		if err == nil && !found {
 			err = errLocked

@@ -151,18 +151,19 @@ func (d *AdvisoryDriver) Acquire(ctx context.Context, name string, ttl time.Dura
 // when h was answered in another's turn. It also reports whether it failed on a session that
 // had been used before.
 func (d *AdvisoryDriver) send(ctx context.Context, h *claim) (reused bool, err error) {
+	end := time.Now().Add(d.c.cfg.Timeout)
 	waiting, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(h.answered, cancel)()
 	var used atomic.Bool // The function may outlive onSession.
-	_, err = onSession(waiting, d.session, 0, func(ctx context.Context, conn *pinned) (struct{}, error) {
+	_, err = onSession(waiting, where{session: d.session}, func(ctx context.Context, conn *pinned) (struct{}, error) {
 		used.Store(conn.mark != "")
 		return struct{}{}, d.exchange(ctx, conn)
 	})
 	if err != nil && d.inFlight(h) { // In another's turn: as in its own, the answer is waited for.
 		select {
 		case <-h.answered.Done():
-		case <-time.After(d.c.cfg.Timeout):
+		case <-time.After(time.Until(end)):
 		}
 	}
 	if h.answered.Err() != nil {
@@ -272,7 +273,7 @@ func (d *AdvisoryDriver) Extend(ctx context.Context, lock DriverLock, ttl time.D
 	if session == 0 {
 		return false, nil
 	}
-	_, err = onSession(ctx, d.session, 0, func(ctx context.Context, conn *pinned) (struct{}, error) {
+	_, err = onSession(ctx, where{session: d.session}, func(ctx context.Context, conn *pinned) (struct{}, error) {
 		if conn.serial != session {
 			return struct{}{}, nil
 		}
@@ -350,9 +351,11 @@ func (d *AdvisoryDriver) flushLater() {
 		return
 	}
 	d.flushing = true
-	d.busy.Go(func() {
+	d.busy.Add(1)
+	d.c.busy.Go(func() {
+		defer d.busy.Done()
 		for attempt := 1; ; attempt++ {
-			_, err := onSession(d.ctx, d.session, 0, func(ctx context.Context, conn *pinned) (struct{}, error) {
+			_, err := onSession(d.ctx, where{session: d.session}, func(ctx context.Context, conn *pinned) (struct{}, error) {
 				return struct{}{}, d.exchange(ctx, conn)
 			})
 			if err != nil && !errors.Is(err, ErrClosed) {
@@ -428,7 +431,7 @@ func (d *AdvisoryDriver) meet(ctx context.Context, conn *pinned) error {
 		return betrayed(err)
 	}
 	if !d.c.canPin() { // The connection for renewals may be the pool's last: it is given back.
-		_, _ = onSession(ctx, d.c.session, 0, func(context.Context, *pinned) (struct{}, error) { return struct{}{}, nil })
+		_, _ = onSession(ctx, where{session: d.c.session}, func(context.Context, *pinned) (struct{}, error) { return struct{}{}, nil })
 	}
 	tx, err := d.c.db.BeginTx(ctx, nil)
 	if err != nil {
@@ -511,6 +514,9 @@ func (d *AdvisoryDriver) enqueue(h *claim) {
 func (d *AdvisoryDriver) collect(session int64) (batch []*claim) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	if session <= d.dead { // This call was abandoned while the session was opened.
+		return nil
+	}
 	d.pending = slices.DeleteFunc(d.pending, func(h *claim) bool {
 		mine := h.session == session
 		if h.asked {
@@ -546,7 +552,7 @@ func (d *AdvisoryDriver) result(h *claim, err error) (lock DriverLock, held *Hel
 		d.pending = slices.DeleteFunc(d.pending, func(p *claim) bool { return p == h })
 		d.forget(h)
 	}
-	return lock, nil, cmp.Or(h.err, err, errors.New("the session ended as it was granted"))
+	return lock, nil, cmp.Or(h.err, err)
 }
 
 // forget makes the name free, if it is still this claim's. d.mu must be held.
@@ -593,29 +599,35 @@ func (d *AdvisoryDriver) giveUp(lock DriverLock) *claim {
 	return h
 }
 
-// sessionEnded forgets what a session held, and tells the listeners. What it was asked for is
-// pending again. No other session can be granted these names before it returns: the session's
-// turn is still taken.
+// sessionEnded ends what a session held, and tells the listeners. What it was asked for is
+// pending again. The names are claimed until all listeners know: they are told of names, and
+// would take a lock that is granted meanwhile for the one that was lost.
 func (d *AdvisoryDriver) sessionEnded(session int64) {
 	d.mu.Lock()
 	d.dead = session
 	var names []string
+	var over []*claim
 	for name, h := range d.claims {
 		switch {
 		case h.session != session:
 		case h.asked && !h.owed:
 			h.session = 0
 			d.pending = append(d.pending, h)
-		default:
-			if !h.asked {
-				names = append(names, name)
-			}
+		case h.asked:
 			delete(d.claims, name)
+		default:
+			h.asked, h.err = true, errors.New("the session ended as it was granted")
+			names, over = append(names, name), append(over, h)
 		}
 	}
 	d.pending = slices.DeleteFunc(d.pending, func(h *claim) bool { return h.owed && h.session == session })
 	d.mu.Unlock()
 	d.listeners.tell(names)
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, h := range over {
+		d.forget(h)
+	}
 }
 
 // LockTx takes an advisory lock that lasts until tx ends, and waits for it as long

@@ -560,7 +560,7 @@ func TestAdvisoryRequestsTravelTogether(t *testing.T) {
 // TestAdvisoryLeavesInFlight: a caller whose context ends while another's turn asks for its
 // lock gets the answer, or if there is none within Timeout, what is granted later is released.
 func TestAdvisoryLeavesInFlight(t *testing.T) {
-	for _, latency := range []time.Duration{50 * time.Millisecond, 90 * time.Millisecond, time.Second} {
+	for _, latency := range []time.Duration{40 * time.Millisecond, 90 * time.Millisecond, time.Second} {
 		synctest.Test(t, func(t *testing.T) {
 			s := &advisoryServer{}
 			d, _ := newAdvisory(t, s, Config{Timeout: 100 * time.Millisecond})
@@ -573,7 +573,7 @@ func TestAdvisoryLeavesInFlight(t *testing.T) {
 			ctx, cancel := context.WithTimeout(t.Context(), latency+latency/2)
 			defer cancel()
 			lock, err := d.Acquire(ctx, "d", time.Hour)
-			if granted := err == nil; granted != (latency < 100*time.Millisecond) {
+			if granted := err == nil; granted != (latency < 50*time.Millisecond) {
 				t.Errorf("latency %v: Acquire = %v", latency, err)
 			}
 			s.setLatency(0)

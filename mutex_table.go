@@ -110,7 +110,7 @@ func (d *TableDriver) take(ctx context.Context, name string, ttl time.Duration) 
 		return DriverLock{}, wrap("lock "+name, err)
 	}
 	defer done()
-	got, held, err := acquire(ctx, d.c, acquisition[DriverLock]{what: mutexName(name), table: d.table,
+	got, held, err := acquire(ctx, d.c, acquisition[DriverLock]{what: mutexName(name), table: d.table, renewed: true,
 		try: func(ctx context.Context, on conn, attempt int64) (DriverLock, *HeldError, error) {
 			return d.try(ctx, on, name, key, ttl, attempt)
 		},
@@ -171,7 +171,7 @@ func (d *TableDriver) Extend(ctx context.Context, lock DriverLock, ttl time.Dura
 	if err := cmp.Or(err, checkTTL(ttl), d.over()); err != nil {
 		return false, wrap("extend lock "+lock.Name, err)
 	}
-	n, err := run(ctx, d.c, where{}, d.table, func(ctx context.Context, on conn) (int64, error) {
+	n, err := run(ctx, d.c, d.c.renewing(ttl), d.table, func(ctx context.Context, on conn) (int64, error) {
 		return on.exec(ctx, d.extend, key, lock.Fence, micros(ttl), d.c.now())
 	})
 	return n > 0, wrap("extend lock "+lock.Name, err)
@@ -227,13 +227,14 @@ func (d *TableDriver) batch() *batch[heldLock] {
 }
 
 // renewAll renews locks by one statement.
-func (d *TableDriver) renewAll(ctx context.Context, patience time.Duration, all []heldLock) ([]fate, error) {
+func (d *TableDriver) renewAll(ctx context.Context, patience time.Duration, all []heldLock, answer answer) error {
 	list := make([][3]any, len(all))
 	for i, held := range all {
 		list[i] = [3]any{held.key, held.fence, held.ttl}
 	}
 	text := jsonList(list)
-	found, err := run(ctx, d.c, where{session: d.c.session, patience: patience}, d.table, func(ctx context.Context, on conn) (map[heldLock]fate, error) {
+	_, err := run(ctx, d.c, where{session: d.c.session, patience: patience, waits: true}, d.table, func(ctx context.Context, on conn) (struct{}, error) {
+		r := renewal{time.Now(), make([]fate, len(all))}
 		found := make(map[heldLock]fate, len(all))
 		var of heldLock
 		var ok bool
@@ -245,16 +246,15 @@ func (d *TableDriver) renewAll(ctx context.Context, patience time.Duration, all 
 			}
 			return err
 		})
-		return found, err
+		for i, held := range all {
+			r.fates[i] = found[heldLock{key: held.key, fence: held.fence}]
+		}
+		if err == nil {
+			answer(r)
+		}
+		return struct{}{}, err
 	})
-	if err != nil {
-		return nil, wrap("renew locks", err)
-	}
-	fates := make([]fate, len(all))
-	for i, held := range all {
-		fates[i] = found[heldLock{key: held.key, fence: held.fence}]
-	}
-	return fates, nil
+	return wrap("renew locks", err)
 }
 
 // Expiring is true.

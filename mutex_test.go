@@ -239,6 +239,7 @@ func TestKeeperZeroRows(t *testing.T) {
 func TestStuckExtend(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		stuck := make(chan struct{})
+		var renewals atomic.Int64
 		f := &fakeDriver{}
 		c := newCoord(t, f, Config{Timeout: time.Second})
 		d, err := c.TableDriver(DriverConfig{})
@@ -249,7 +250,7 @@ func TestStuckExtend(t *testing.T) {
 			switch {
 			case s.text == d.acquire:
 				return &oneRow{true, "o", int64(1), int64(0)}, nil
-			case s.text == d.renew && s.conn == 1:
+			case s.text == d.renew && renewals.Add(1) == 1:
 				<-stuck
 			case s.text == d.renew:
 				return &listRows{rows: [][]driver.Value{{"m", int64(1), true}}}, nil
@@ -269,6 +270,18 @@ func TestStuckExtend(t *testing.T) {
 	})
 }
 
+// batchOf returns a batch whose renewals are sent at once.
+func batchOf(most time.Duration, send func([]string) ([]fate, error)) *batch[string] {
+	return newBatch(most, func(_ context.Context, _ time.Duration, all []string, answer answer) error {
+		sent := time.Now()
+		fates, err := send(all)
+		if err == nil {
+			answer(renewal{sent, fates})
+		}
+		return err
+	})
+}
+
 // TestBatch: what is due is renewed by one statement, and what that finds is each lock's
 // own: renewed, gone, or locked by another transaction and asked for again soon.
 func TestBatch(t *testing.T) {
@@ -278,7 +291,7 @@ func TestBatch(t *testing.T) {
 		var at []time.Time
 		count := func() int { mu.Lock(); defer mu.Unlock(); return len(sent) }
 		fates := map[string]fate{"gone": gone, "busy": busy}
-		b := newBatch(5*time.Second, func(_ context.Context, _ time.Duration, all []string) ([]fate, error) {
+		b := batchOf(5*time.Second, func(all []string) ([]fate, error) {
 			mu.Lock()
 			defer mu.Unlock()
 			found := make([]fate, len(all))
@@ -348,7 +361,7 @@ func TestBatchFails(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				var calls atomic.Int64
-				b := newBatch(5*time.Second, func(context.Context, time.Duration, []string) ([]fate, error) { return test.send(int(calls.Add(1))) })
+				b := batchOf(5*time.Second, func([]string) ([]fate, error) { return test.send(int(calls.Add(1))) })
 				start := time.Now()
 				k := b.keep("a", newHold(), start.Add(30*time.Second), pace{10 * time.Second, 30 * time.Second, 3 * time.Second})
 				select {
@@ -624,7 +637,7 @@ func TestDoReturnsWhatFnReturns(t *testing.T) {
 // TestKeeperAfterSuspension: when both timers are overdue nothing is renewed.
 func TestKeeperAfterSuspension(t *testing.T) {
 	was := false
-	b := newBatch(time.Second, func(context.Context, time.Duration, []string) ([]fate, error) {
+	b := batchOf(time.Second, func([]string) ([]fate, error) {
 		was = true
 		return []fate{renewed}, nil
 	})

@@ -149,8 +149,14 @@ func (c *Coord) within(tx DBTX) conn {
 // where is what an operation runs on; the zero value is the pool.
 type where struct {
 	session  *session      // a pinned connection
-	patience time.Duration // of a batch, see onSession
+	patience time.Duration // how long the statement is waited for there; 0 is [Config.Timeout]
+	waits    bool          // for its turn there, as long as ctx allows
 	tx       DBTX          // the caller's transaction
+}
+
+// renewing returns where a renewal for ttl runs that is sent by itself.
+func (c *Coord) renewing(ttl time.Duration) where {
+	return where{session: c.session, patience: min(max(ttl/3, c.cfg.Timeout/5), c.cfg.Timeout)}
 }
 
 // run is one operation that needs t: it makes sure that t exists, then runs do.
@@ -178,8 +184,12 @@ func run[T any](ctx context.Context, c *Coord, on where, t *table, do func(conte
 		if on.session == nil {
 			result, err = pooled(bound, c, do)
 		} else {
-			result, err = retry(ctx, c, func() (T, error) {
-				return onSession(ctx, on.session, on.patience, func(ctx context.Context, conn *pinned) (T, error) { return do(ctx, conn.conn) })
+			waiting := bound
+			if on.waits {
+				waiting = ctx
+			}
+			result, err = retry(waiting, c, func() (T, error) {
+				return onSession(waiting, on, func(ctx context.Context, conn *pinned) (T, error) { return do(ctx, conn.conn) })
 			})
 		}
 		rethrow(err)
@@ -233,7 +243,8 @@ type acquisition[T any] struct {
 	// undo releases what an attempt was granted, and reports whether it found that.
 	undo func(ctx context.Context, on conn, attempt int64) (bool, error)
 	// now makes a locked row a HeldError, instead of waiting for it as long as ctx allows.
-	now bool
+	now     bool
+	renewed bool // what is granted will be renewed
 }
 
 // errLocked is the result of an acquisition or a renewal that found its row locked by
@@ -261,6 +272,9 @@ func acquire[T any](ctx context.Context, c *Coord, a acquisition[T]) (got T, hel
 		return got, nil, err
 	}
 	defer done()
+	if a.renewed {
+		c.pin()
+	}
 	for attempts := 1; ; attempts++ {
 		var slow bool
 		got, held, slow, err = a.once(ctx, c)

@@ -175,28 +175,34 @@ func (c *Coord) run(ctx context.Context, cfg PartitionConfig, fn func(context.Co
 // roll is which groups this process runs, under which memberships. A member may run
 // several, and has one row for all of them.
 type roll struct {
-	mu   sync.Mutex                     // held while the row is written, so that no older list of groups comes last
-	runs map[membership]map[string]bool // by group: false while it is being given up
+	mu   sync.Mutex
+	runs map[membership]*entry
 }
 
 type membership struct{ service, node string }
+
+// entry is what a roll knows of one membership.
+type entry struct {
+	groups  map[string]bool // false while it is being given up; under the roll's mu
+	writing chan struct{}   // holds one while the row is written, so that no older list of groups comes last
+}
 
 // enter enters a run.
 func (l *roll) enter(m membership, group string) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	for other, groups := range l.runs { // Of whatever service: leases go by group and node.
-		if _, runs := groups[group]; runs && other.node == m.node {
+	for other, e := range l.runs { // Of whatever service: leases go by group and node.
+		if _, runs := e.groups[group]; runs && other.node == m.node {
 			return &HeldError{What: "run of group " + group, Owner: m.node}
 		}
 	}
 	if l.runs == nil {
-		l.runs = map[membership]map[string]bool{}
+		l.runs = map[membership]*entry{}
 	}
 	if l.runs[m] == nil {
-		l.runs[m] = map[string]bool{}
+		l.runs[m] = &entry{map[string]bool{}, make(chan struct{}, 1)}
 	}
-	l.runs[m][group] = true
+	l.runs[m].groups[group] = true
 	return nil
 }
 
@@ -204,19 +210,39 @@ func (l *roll) enter(m membership, group string) error {
 func (l *roll) strike(m membership, group string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if delete(l.runs[m], group); len(l.runs[m]) == 0 {
+	if delete(l.runs[m].groups, group); len(l.runs[m].groups) == 0 {
 		delete(l.runs, m)
 	}
 }
 
-// groups are those of a member that are not being given up. mu must be held.
-func (l *roll) groups(m membership) (groups []string) {
-	for group, stays := range l.runs[m] {
+// giveUp takes a group out of what is written.
+func (l *roll) giveUp(m membership, group string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.runs[m].groups[group] = false
+}
+
+// write calls do, which writes the row of a member, with the groups that are not being given
+// up. It waits for other runs of the member that write the row, until ctx ends.
+func (l *roll) write(ctx context.Context, m membership, do func(groups []string) error) error {
+	l.mu.Lock()
+	e := l.runs[m]
+	l.mu.Unlock()
+	select {
+	case e.writing <- struct{}{}:
+	case <-ctx.Done():
+		return ended(ctx)
+	}
+	defer func() { <-e.writing }()
+	var groups []string
+	l.mu.Lock()
+	for group, stays := range e.groups {
 		if stays {
 			groups = append(groups, group)
 		}
 	}
-	return groups
+	l.mu.Unlock()
+	return do(groups)
 }
 
 // share is node's part of the partitions that have these owners, "" for those that

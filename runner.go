@@ -68,34 +68,35 @@ func (w *work) isOver() bool {
 
 // renew renews leases by one statement. A lease whose epoch has changed is another process's
 // under our name, and lost.
-func (r *runner) renew(ctx context.Context, patience time.Duration, works []*work) ([]fate, error) {
+func (r *runner) renew(ctx context.Context, patience time.Duration, works []*work, answer answer) error {
 	partitions := make([]int, len(works))
 	for i, w := range works {
 		partitions[i] = w.lease.Partition
 	}
-	leases, locked, err := r.c.leases.renewFree(ctx, patience, r.cfg.Group, partitions, r.cfg.Node, r.cfg.TTL)
-	if errors.Is(err, ErrClosed) {
-		r.end(ErrClosed)
-		return nil, context.Canceled // It is no loss, to the keepers either.
-	}
-	if err != nil {
-		r.warn("renewal failed", "error", err)
-		return nil, err
-	}
-	epochs := make(map[int]int64, len(leases))
-	for _, lease := range leases {
-		epochs[lease.Partition] = lease.Epoch
-	}
-	fates := make([]fate, len(works))
-	for i, w := range works {
-		switch {
-		case epochs[w.lease.Partition] == w.lease.Epoch:
-			fates[i] = renewed
-		case slices.Contains(locked, w.lease.Partition):
-			fates[i] = busy
+	err := r.c.leases.renewFree(ctx, patience, r.cfg.Group, partitions, r.cfg.Node, r.cfg.TTL, func(sent time.Time, leases []Lease, locked []int) {
+		epochs := make(map[int]int64, len(leases))
+		for _, lease := range leases {
+			epochs[lease.Partition] = lease.Epoch
 		}
+		fates := make([]fate, len(works))
+		for i, w := range works {
+			switch {
+			case epochs[w.lease.Partition] == w.lease.Epoch:
+				fates[i] = renewed
+			case slices.Contains(locked, w.lease.Partition):
+				fates[i] = busy
+			}
+		}
+		answer(renewal{sent, fates})
+	})
+	switch {
+	case errors.Is(err, ErrClosed):
+		r.end(ErrClosed)
+		return context.Canceled // It is no loss, to the keepers either.
+	case err != nil:
+		r.warn("renewal failed", "error", err)
 	}
-	return fates, nil
+	return err
 }
 
 // list returns the works that are so, by partition.
@@ -190,34 +191,35 @@ func (r *runner) settle(ctx context.Context) error {
 
 // heartbeat keeps the membership up, for all groups that this process runs under it.
 func (r *runner) heartbeat() error {
-	r.c.roll.mu.Lock()
-	defer r.c.roll.mu.Unlock()
-	if err := r.beatFor(r.ctx, r.c.roll.groups(r.member)); err != nil {
-		return err
+	err := r.c.roll.write(r.ctx, r.member, func(groups []string) error { return r.beatFor(r.ctx, groups) })
+	if err == nil {
+		r.joined, r.beat = true, time.Now().Add(jitter(r.cfg.Heartbeat, 10))
 	}
-	r.joined, r.beat = true, time.Now().Add(jitter(r.cfg.Heartbeat, 10))
-	return nil
+	return err
 }
 
 func (r *runner) beatFor(ctx context.Context, groups []string) error {
 	r.asked = true
-	_, err := r.c.members.Heartbeat(ctx, r.cfg.Service, r.cfg.Node, r.cfg.Address, r.cfg.TTL, groups)
+	ctx, cancel := context.WithTimeout(ctx, r.cfg.TTL)
+	defer cancel()
+	on := r.c.renewing(r.cfg.TTL)
+	on.waits = true
+	_, err := r.c.members.beat(ctx, on, r.cfg.Service, r.cfg.Node, r.cfg.Address, r.cfg.TTL, groups)
 	return err
 }
 
 // leave ends the membership, or this group's part of it.
-func (r *runner) leave(ctx context.Context) (err error) {
+func (r *runner) leave(ctx context.Context) error {
 	if r.left || !r.asked {
 		return nil
 	}
-	r.c.roll.mu.Lock()
-	defer r.c.roll.mu.Unlock()
-	r.c.roll.runs[r.member][r.cfg.Group] = false
-	if others := r.c.roll.groups(r.member); len(others) > 0 {
-		err = r.beatFor(ctx, others)
-	} else {
-		err = r.c.members.Leave(ctx, r.cfg.Service, r.cfg.Node)
-	}
+	r.c.roll.giveUp(r.member, r.cfg.Group)
+	err := r.c.roll.write(ctx, r.member, func(groups []string) error {
+		if len(groups) > 0 {
+			return r.beatFor(ctx, groups)
+		}
+		return r.c.members.Leave(ctx, r.cfg.Service, r.cfg.Node)
+	})
 	r.left = err == nil
 	return err
 }
@@ -337,6 +339,9 @@ func (r *runner) unclaimed(owners []string) (partitions []int) {
 // disclaim releases what is unclaimed and beyond this node's share.
 func (r *runner) disclaim(owners []string) error {
 	for _, p := range r.unclaimed(owners) {
+		if r.ctx.Err() != nil {
+			return nil // The end of the run comes first.
+		}
 		if _, err := r.c.leases.Release(r.ctx, r.cfg.Group, p, r.cfg.Node); err != nil {
 			return err
 		}

@@ -1,11 +1,13 @@
 package coord
 
 import (
+	"cmp"
 	"context"
 	"database/sql"
 	"database/sql/driver"
 	"errors"
 	"fmt"
+	"sync/atomic"
 	"time"
 )
 
@@ -23,6 +25,7 @@ type session struct {
 
 	conn    *pinned // nil until an operation needs one
 	serial  int64   // of the last connection
+	begun   atomic.Bool // a first connection was asked for
 	suspect bool    // the last connection failed: the pool's idle ones may be dead too
 	// ended is told the serial of each connection that was discarded or
 	// abandoned; nil if nothing is tied to connections.
@@ -52,53 +55,81 @@ func newSession(c *Coord, owner *life) (*session, error) {
 
 // onSession runs do on the session's connection and returns its result. The errors
 // of do are the driver's: what the database has decided is a result. It leaves at once if
-// ctx ends before its turn has come and a connection is there. It waits for each of these for
-// [Config.Timeout] at most; a renewal, which has a patience, waits for its turn as long as ctx
-// allows. From then on it waits for do, whatever becomes of ctx, but no longer than the
-// patience or [Config.Timeout]: then the call is abandoned with the connection.
-func onSession[T any](ctx context.Context, s *session, patience time.Duration,
-	do func(context.Context, *pinned) (T, error)) (T, error) {
+// ctx ends before its turn has come and a connection is there. From then on it waits for do,
+// whatever becomes of ctx. All of it takes [Config.Timeout] at most, unless the operation
+// waits for its turn; but do keeps the turn for as long as the patience, and only then is the
+// call abandoned with the connection.
+func onSession[T any](ctx context.Context, on where, do func(context.Context, *pinned) (T, error)) (T, error) {
 	var none T
+	s := on.session
 	waiting, done, err := s.admit(ctx)
 	if err != nil {
 		return none, err
 	}
 	defer done()
-	if patience == 0 {
-		patience = s.c.cfg.Timeout
+	end := time.Now().Add(s.c.cfg.Timeout)
+	if !on.waits {
 		var leave context.CancelFunc
-		waiting, leave = context.WithTimeout(waiting, patience)
+		waiting, leave = context.WithDeadline(waiting, end)
 		defer leave()
 	}
 	if err := s.enter(waiting); err != nil {
 		return none, err
 	}
-	defer func() { <-s.turn }()
-	conn, err := s.borrow(waiting)
+	patience := cmp.Or(on.patience, s.c.cfg.Timeout)
+	conn, err := s.borrow(waiting, patience)
 	if err != nil {
+		<-s.turn
 		return none, err
 	}
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), patience)
+	ctx = context.WithoutCancel(ctx)
+	s.hold()
+	call := func() (T, error) {
+		defer s.release()
+		defer func() { <-s.turn }()
+		return onConn(ctx, s, conn, patience, do)
+	}
+	if on.waits {
+		return call()
+	}
+	bound, cancel := context.WithDeadline(ctx, end)
+	defer cancel()
+	return await(bound, s.c, call, nil)
+}
+
+// onConn runs do on the session's connection, and keeps the connection if it can.
+func onConn[T any](ctx context.Context, s *session, conn *pinned, patience time.Duration,
+	do func(context.Context, *pinned) (T, error)) (result T, err error) {
+	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	s.conn = nil // It stays lost to the session if do does not come back.
-	result, err := await(ctx, s.c, func() (T, error) { return do(ctx, conn) }, func(T, error) { s.c.terminate(conn) })
+	result, err = await(ctx, s.c, func() (T, error) { return do(ctx, conn) }, func(T, error) { s.c.terminate(conn) })
 	switch abandoned := errors.Is(err, errAbandoned); {
 	case abandoned, ctx.Err() != nil, errors.As(err, new(panicked)), err != nil && s.c.classify(err) == FailureConnection:
 		// lib/pq may answer nil on a connection that it is about to kill.
 		if s.suspect = true; !abandoned {
-			s.c.busy.Go(func() { s.c.terminate(conn) })
+			s.hold()
+			go func() { defer s.release(); s.c.terminate(conn) }()
 		}
 		s.tell(conn)
 		if err != nil {
+			var none T
 			return none, unsure{err}
 		}
-	case s.shared():
-		conn.giveBack() // The application needs it too.
+	case s.shared(): // The application needs it too.
+		ctx, cancel := context.WithTimeout(context.Background(), s.c.cfg.Timeout)
+		defer cancel()
+		bounded(ctx, s.c, conn.giveBack)
 	default:
 		s.conn = conn
 	}
 	return result, err
 }
+
+// hold makes Close, of the session and of the Coord, wait for release: the caller of an
+// operation may leave before its call has ended. It must be called during an operation.
+func (s *session) hold()    { s.busy.Add(1); s.c.busy.Add(1) }
+func (s *session) release() { s.busy.Done(); s.c.busy.Done() }
 
 // shared reports whether the connection goes back to the pool after each operation: it may
 // be kept only if that leaves the pool another one.
@@ -131,12 +162,24 @@ func (s *session) enter(ctx context.Context) error {
 	return nil
 }
 
+// pin borrows the connection for renewals in the background, if none has been borrowed yet,
+// so that the first renewal does not wait for one behind the application. It must be called
+// during an operation.
+func (c *Coord) pin() {
+	if s := c.session; c.canPin() && s.begun.CompareAndSwap(false, true) {
+		c.busy.Go(func() {
+			_, _ = onSession(c.ctx, where{session: s}, func(context.Context, *pinned) (struct{}, error) { return struct{}{}, nil })
+		})
+	}
+}
+
 // borrow returns the session's connection, a fresh one if there is none.
-func (s *session) borrow(ctx context.Context) (*pinned, error) {
+func (s *session) borrow(ctx context.Context, patience time.Duration) (*pinned, error) {
 	if s.conn != nil {
 		return s.conn, nil
 	}
-	kept, err := s.connect(ctx)
+	s.begun.Store(true)
+	kept, err := s.connect(ctx, patience)
 	if err != nil {
 		return nil, fmt.Errorf("get a connection from the pool: %w", err)
 	}
@@ -153,8 +196,8 @@ func (s *session) borrow(ctx context.Context) (*pinned, error) {
 // connect borrows a connection. After a failure the pool's idle ones may be dead, which
 // can take each a Timeout to notice: all of them are tried at once, and a new one, and the
 // first that answers is taken.
-func (s *session) connect(ctx context.Context) (*sql.Conn, error) {
-	ctx, cancel := context.WithTimeout(ctx, s.c.cfg.Timeout)
+func (s *session) connect(ctx context.Context, patience time.Duration) (*sql.Conn, error) {
+	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	tries := 1
 	if s.suspect {
@@ -208,6 +251,7 @@ func (c *Coord) connect(ctx context.Context, ping bool) (*sql.Conn, error) {
 func (s *session) close() {
 	s.end(func() {
 		s.turn <- struct{}{} // Never taken out: no operation gets in any more.
+		s.busy.Wait()
 		conn := s.conn
 		if conn == nil {
 			return

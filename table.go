@@ -267,18 +267,21 @@ func (c *Coord) firstUse(t *table, afresh bool) (use *firstUse, begun bool) {
 // since it may be rolled back. A look on the pool remembers it: a transaction must not begin
 // with a read for ever, or SQLite would not let it write after another's commit.
 func (c *Coord) readyIn(ctx context.Context, tx DBTX, t *table) error {
+	missing, err := "", c.over()
+	if err == nil && ctx.Err() == nil && t != nil && !t.ready.Load() {
+		missing, err = c.format.missing(ctx, c.within(tx), t) // Only ctx bounds it, so Close does not wait for it.
+	}
+	if err != nil {
+		return err
+	}
 	ctx, done, err := c.begin(ctx)
 	if err != nil {
 		return err
 	}
 	defer done()
-	if t == nil || t.ready.Load() {
-		return c.ensure(ctx, t, false)
-	}
-	missing, err := c.format.missing(ctx, c.within(tx), t)
 	switch {
-	case err != nil:
-		return err
+	case t == nil || t.ready.Load():
+		return c.ensure(ctx, t, false)
 	case missing == "":
 		c.notice(t)
 		return nil
@@ -295,7 +298,9 @@ func (c *Coord) serve(t *table, use *firstUse) {
 	use.err = c.format.ensure(ctx, t)
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	t.ready.Store(use.err == nil)
+	if use.err == nil || errors.Is(use.err, ErrFormat) { // Else nothing new is known.
+		t.ready.Store(use.err == nil)
+	}
 	t.use = nil
 	close(use.done)
 }
