@@ -23,10 +23,10 @@ type session struct {
 	c    *Coord
 	turn chan struct{} // holds one; who has put it there owns what follows
 
-	conn    *pinned // nil until an operation needs one
-	serial  int64   // of the last connection
+	conn    *pinned     // nil until an operation needs one
+	serial  int64       // of the last connection
 	begun   atomic.Bool // a first connection was asked for
-	suspect bool    // the last connection failed: the pool's idle ones may be dead too
+	suspect bool        // the last connection failed: the pool's idle ones may be dead too
 	// ended is told the serial of each connection that was discarded or
 	// abandoned; nil if nothing is tied to connections.
 	ended func(serial int64)
