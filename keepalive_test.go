@@ -329,7 +329,7 @@ func TestMigrateFails(t *testing.T) {
 }
 
 // TestFirstRenewalBehindTheApplication: renewals have a connection of their own. The
-// application takes the whole pool just after the lock was granted.
+// application takes the whole pool a moment after the lock was granted.
 func TestFirstRenewalBehindTheApplication(t *testing.T) {
 	for _, kind := range []string{"mutex", "set"} {
 		t.Run(kind, func(t *testing.T) {
@@ -344,6 +344,7 @@ func TestFirstRenewalBehindTheApplication(t *testing.T) {
 					mustLock(t, ids, "x", "1")
 					lost = ids.Lost("x")
 				}
+				time.Sleep(time.Millisecond) // The connection is borrowed beside the acquisition.
 				for range 3 {
 					ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 					defer cancel()
@@ -620,7 +621,7 @@ func TestNothingAfterClose(t *testing.T) {
 				s := &advisoryServer{}
 				d, _ := newAdvisory(t, s, Config{})
 				lock := mustAcquire(t, d, "a")
-				d.session.turn <- struct{}{}
+				_ = d.session.turn.take(context.Background())
 				go d.Release(t.Context(), lock)
 				time.Sleep(6 * time.Second) // It has timed out, and is repeated in the background.
 				s.setFault(func(st statement) fault {
@@ -629,7 +630,7 @@ func TestNothingAfterClose(t *testing.T) {
 					}
 					return fault{wait: 2 * time.Second}
 				})
-				<-d.session.turn
+				d.session.turn.give()
 				time.Sleep(500 * time.Millisecond)
 				if whole {
 					d.c.Close()

@@ -299,11 +299,11 @@ func TestAdvisoryReleaseInBackground(t *testing.T) {
 		s := &advisoryServer{}
 		d, _ := newAdvisory(t, s, Config{Timeout: 100 * time.Millisecond})
 		lock := mustAcquire(t, d, "a")
-		d.session.turn <- struct{}{} // An operation that takes long.
+		_ = d.session.turn.take(context.Background()) // An operation that takes long.
 		if ok, err := d.Release(t.Context(), lock); ok || err == nil {
 			t.Fatalf("Release = %v, %v, want an error", ok, err)
 		}
-		<-d.session.turn
+		d.session.turn.give()
 		synctest.Wait()
 		if s.holder("a") != 0 {
 			t.Error("a is still locked")
@@ -320,7 +320,7 @@ func TestAdvisoryCloseWithReleasePending(t *testing.T) {
 			s := &advisoryServer{}
 			d, told := newAdvisory(t, s, Config{Timeout: 100 * time.Millisecond})
 			lock := mustAcquire(t, d, "a")
-			d.session.turn <- struct{}{} // An operation that takes long.
+			_ = d.session.turn.take(context.Background()) // An operation that takes long.
 			if ok, err := d.Release(t.Context(), lock); ok || err == nil {
 				t.Fatalf("Release = %v, %v, want an error", ok, err)
 			}
@@ -333,7 +333,7 @@ func TestAdvisoryCloseWithReleasePending(t *testing.T) {
 				}
 			}()
 			synctest.Wait()
-			<-d.session.turn
+			d.session.turn.give()
 			if err := <-closed; err != nil {
 				t.Errorf("Close = %v", err)
 			}

@@ -200,7 +200,7 @@ func (r *runner) heartbeat() error {
 
 func (r *runner) beatFor(ctx context.Context, groups []string) error {
 	r.asked = true
-	ctx, cancel := context.WithTimeout(ctx, r.cfg.TTL)
+	ctx, cancel := context.WithTimeout(ctx, r.cfg.TTL-r.cfg.Heartbeat) // Then the membership expires.
 	defer cancel()
 	on := r.c.renewing(r.cfg.TTL)
 	on.waits = true

@@ -7,6 +7,8 @@ import (
 	"database/sql/driver"
 	"errors"
 	"fmt"
+	"slices"
+	"sync"
 	"sync/atomic"
 	"time"
 )
@@ -21,7 +23,7 @@ import (
 type session struct {
 	*life
 	c    *Coord
-	turn chan struct{} // holds one; who has put it there owns what follows
+	turn turn // who has it owns what follows
 
 	conn    *pinned     // nil until an operation needs one
 	serial  int64       // of the last connection
@@ -49,7 +51,7 @@ func (d doubt) Unwrap() error { return d.error }
 
 // newSession returns a session that ends with owner.
 func newSession(c *Coord, owner *life) (*session, error) {
-	s := &session{c: c, life: newLife(nil), turn: make(chan struct{}, 1)}
+	s := &session{c: c, life: newLife(nil)}
 	return s, owner.own(s.life, s.close)
 }
 
@@ -73,20 +75,20 @@ func onSession[T any](ctx context.Context, on where, do func(context.Context, *p
 		waiting, leave = context.WithDeadline(waiting, end)
 		defer leave()
 	}
-	if err := s.enter(waiting); err != nil {
+	if err := s.turn.take(waiting); err != nil {
 		return none, err
 	}
 	patience := cmp.Or(on.patience, s.c.cfg.Timeout)
 	conn, err := s.borrow(waiting, patience)
 	if err != nil {
-		<-s.turn
+		s.turn.give()
 		return none, err
 	}
 	ctx = context.WithoutCancel(ctx)
 	s.hold()
 	call := func() (T, error) {
 		defer s.release()
-		defer func() { <-s.turn }()
+		defer s.turn.give()
 		return onConn(ctx, s, conn, patience, do)
 	}
 	if on.waits {
@@ -100,11 +102,16 @@ func onSession[T any](ctx context.Context, on where, do func(context.Context, *p
 // onConn runs do on the session's connection, and keeps the connection if it can.
 func onConn[T any](ctx context.Context, s *session, conn *pinned, patience time.Duration,
 	do func(context.Context, *pinned) (T, error)) (result T, err error) {
-	ctx, cancel := context.WithTimeout(ctx, patience)
-	defer cancel()
+	ctx, cancel := context.WithTimeout(ctx, s.c.cfg.Timeout) // A renewal that comes through late still counts.
+	soon, stop := context.WithTimeout(ctx, patience)
+	defer stop()
 	s.conn = nil // It stays lost to the session if do does not come back.
-	result, err = await(ctx, s.c, func() (T, error) { return do(ctx, conn) }, func(T, error) { s.c.terminate(conn) })
-	switch abandoned := errors.Is(err, errAbandoned); {
+	result, err = await(soon, s.c, func() (T, error) { return do(ctx, conn) }, func(T, error) { cancel(); s.c.terminate(conn) })
+	abandoned := errors.Is(err, errAbandoned)
+	if !abandoned {
+		defer cancel()
+	}
+	switch {
 	case abandoned, ctx.Err() != nil, errors.As(err, new(panicked)), err != nil && s.c.classify(err) == FailureConnection:
 		// lib/pq may answer nil on a connection that it is about to kill.
 		if s.suspect = true; !abandoned {
@@ -148,18 +155,63 @@ func (s *session) tell(conn *pinned) {
 	}
 }
 
-// enter waits for this operation's turn.
-func (s *session) enter(ctx context.Context) error {
+// turn is a lock that goes to the waiter whose context ends first: on a slow server what has
+// little time left must not wait behind what has plenty.
+type turn struct {
+	mu      sync.Mutex
+	taken   bool
+	waiting []waiter // the first to end first
+}
+
+type waiter struct {
+	end   time.Time
+	ready chan struct{} // closed when it has the turn
+}
+
+// take waits for the turn.
+func (t *turn) take(ctx context.Context) error {
+	end, limited := ctx.Deadline()
+	if !limited {
+		end = time.Now().Add(maxTTL)
+	}
+	w := waiter{end, make(chan struct{})}
+	t.mu.Lock()
+	if t.waiting = append(t.waiting, w); !t.taken {
+		t.pass()
+	}
+	slices.SortStableFunc(t.waiting, func(a, b waiter) int { return a.end.Compare(b.end) })
+	t.mu.Unlock()
 	select {
+	case <-w.ready:
 	case <-ctx.Done():
-		return ended(ctx)
-	case s.turn <- struct{}{}:
+		t.mu.Lock()
+		before := len(t.waiting)
+		t.waiting = slices.DeleteFunc(t.waiting, func(other waiter) bool { return other == w })
+		left := len(t.waiting) < before
+		t.mu.Unlock()
+		if left {
+			return ended(ctx)
+		}
 	}
 	if ctx.Err() != nil { // Both at once: nothing is sent for a caller who has left.
-		<-s.turn
+		t.give()
 		return ended(ctx)
 	}
 	return nil
+}
+
+// give gives the turn to the next.
+func (t *turn) give() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.pass()
+}
+
+func (t *turn) pass() {
+	if t.taken = len(t.waiting) > 0; t.taken {
+		close(t.waiting[0].ready)
+		t.waiting = t.waiting[1:]
+	}
 }
 
 // pin borrows the connection for renewals in the background, if none has been borrowed yet,
@@ -250,7 +302,7 @@ func (c *Coord) connect(ctx context.Context, ping bool) (*sql.Conn, error) {
 // something is tied to it.
 func (s *session) close() {
 	s.end(func() {
-		s.turn <- struct{}{} // Never taken out: no operation gets in any more.
+		_ = s.turn.take(context.Background()) // Never given: no operation gets in any more.
 		s.busy.Wait()
 		conn := s.conn
 		if conn == nil {
