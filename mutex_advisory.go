@@ -605,6 +605,7 @@ func (d *AdvisoryDriver) giveUp(lock DriverLock) *claim {
 func (d *AdvisoryDriver) sessionEnded(session int64) {
 	d.mu.Lock()
 	d.dead = session
+	d.pending = slices.DeleteFunc(d.pending, func(h *claim) bool { return h.owed && h.session == session })
 	var names []string
 	var over []*claim
 	for name, h := range d.claims {
@@ -616,11 +617,10 @@ func (d *AdvisoryDriver) sessionEnded(session int64) {
 		case h.asked:
 			delete(d.claims, name)
 		default:
-			h.asked, h.err = true, errors.New("the session ended as it was granted")
+			h.asked, h.session, h.err = true, 0, errors.New("the session ended as it was granted")
 			names, over = append(names, name), append(over, h)
 		}
 	}
-	d.pending = slices.DeleteFunc(d.pending, func(h *claim) bool { return h.owed && h.session == session })
 	d.mu.Unlock()
 	d.listeners.tell(names)
 	d.mu.Lock()

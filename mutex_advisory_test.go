@@ -642,3 +642,28 @@ func TestAdvisoryCallerLeavesDuringMeet(t *testing.T) {
 		}
 	})
 }
+
+// TestAdvisoryFailedReleaseReturns: a release that ends the session returns its error at once.
+func TestAdvisoryFailedReleaseReturns(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &advisoryServer{}
+		d, told := newAdvisory(t, s, Config{})
+		lock := mustAcquire(t, d, "a")
+		s.setFault(func(st statement) fault {
+			if st.text == d.c.advisory.exchange {
+				return fault{err: &pq.Error{Code: "22012"}} // Also of the statement that would settle it.
+			}
+			return fault{}
+		})
+		began := time.Now()
+		if ok, err := d.Release(t.Context(), lock); ok || err == nil || time.Since(began) > 0 {
+			t.Errorf("Release = %v, %v after %v, want an error at once", ok, err, time.Since(began))
+		}
+		if !slices.Equal(*told, []string{"a"}) {
+			t.Errorf("OnLost(%v), want a", *told)
+		}
+		s.setFault(nil)
+		synctest.Wait() // The session is ended in the background.
+		mustAcquire(t, d, "a")
+	})
+}
