@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -839,6 +840,58 @@ func TestAdvisoryNameStuckForEver(t *testing.T) {
 		if _, again := d.Acquire(t.Context(), "b", time.Hour); again != nil {
 			h := d.claims["b"]
 			t.Errorf("first: %v; an hour later, on a healthy server, Acquire = %v (session %d of the claim is dead, as all to %d; owed %v, pending %d)", err, again, h.session, d.dead, h.owed, len(d.pending))
+		}
+	})
+}
+
+// TestTurn: the turn goes to the waiter whose context ends first, of two that end at once to the
+// one that came first, and to none that has left.
+func TestTurn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var turn turn
+		if err := turn.take(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		var mu sync.Mutex
+		var order []string
+		var all sync.WaitGroup
+		wait := func(name string, d time.Duration, leaves bool) {
+			ctx, cancel := context.WithTimeout(t.Context(), d)
+			if d == 0 {
+				ctx, cancel = context.WithCancel(t.Context())
+			}
+			all.Go(func() {
+				defer cancel()
+				err := turn.take(ctx)
+				if (err != nil) != leaves {
+					t.Errorf("%s: %v", name, err)
+				}
+				if err == nil {
+					mu.Lock()
+					order = append(order, name)
+					mu.Unlock()
+					turn.give()
+				}
+			})
+			if leaves {
+				time.AfterFunc(time.Millisecond, cancel)
+			}
+			synctest.Wait()
+		}
+		wait("never", 0, false)
+		wait("an hour", time.Hour, false)
+		wait("left", time.Minute, true)
+		wait("a minute", time.Minute, false)
+		wait("a minute too", time.Minute, false)
+		wait("a second", time.Second, false)
+		time.Sleep(10 * time.Millisecond)
+		turn.give()
+		all.Wait()
+		if want := []string{"a second", "a minute", "a minute too", "an hour", "never"}; !slices.Equal(order, want) {
+			t.Errorf("%q, want %q", order, want)
+		}
+		if turn.taken || len(turn.waiting) > 0 {
+			t.Errorf("left behind: %+v", &turn)
 		}
 	})
 }

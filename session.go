@@ -176,20 +176,14 @@ func (t *turn) take(ctx context.Context) error {
 	}
 	w := waiter{end, make(chan struct{})}
 	t.mu.Lock()
-	if t.waiting = append(t.waiting, w); !t.taken {
+	if t.waiting = slices.Insert(t.waiting, t.after(end), w); !t.taken {
 		t.pass()
 	}
-	slices.SortStableFunc(t.waiting, func(a, b waiter) int { return a.end.Compare(b.end) })
 	t.mu.Unlock()
 	select {
 	case <-w.ready:
 	case <-ctx.Done():
-		t.mu.Lock()
-		before := len(t.waiting)
-		t.waiting = slices.DeleteFunc(t.waiting, func(other waiter) bool { return other == w })
-		left := len(t.waiting) < before
-		t.mu.Unlock()
-		if left {
+		if t.leave(w) {
 			return ended(ctx)
 		}
 	}
@@ -198,6 +192,30 @@ func (t *turn) take(ctx context.Context) error {
 		return ended(ctx)
 	}
 	return nil
+}
+
+// after returns the place behind all waiters that end no later.
+func (t *turn) after(end time.Time) int {
+	i, _ := slices.BinarySearchFunc(t.waiting, end, func(w waiter, end time.Time) int {
+		if w.end.After(end) {
+			return 1
+		}
+		return -1
+	})
+	return i
+}
+
+// leave takes a waiter out, and reports whether it was still waiting.
+func (t *turn) leave(w waiter) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for i := t.after(w.end) - 1; i >= 0 && !t.waiting[i].end.Before(w.end); i-- {
+		if t.waiting[i] == w {
+			t.waiting = slices.Delete(t.waiting, i, i+1)
+			return true
+		}
+	}
+	return false
 }
 
 // give gives the turn to the next.
