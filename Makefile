@@ -3,7 +3,7 @@ PACKAGES = ./... ./integration/... ./examples/...
 STATICCHECK = honnef.co/go/tools/cmd/staticcheck@v0.8.2
 TESTFLAGS =
 
-.PHONY: test race lint fmt vet staticcheck bench proof figures fuzz
+.PHONY: test race lint fmt vet staticcheck bench proof simulate bugs figures fuzz
 
 test:
 	go test $(TESTFLAGS) $(PACKAGES)
@@ -28,6 +28,17 @@ bench:
 # All of the evidence, which takes minutes. Without a package named, go test shows what it prints.
 proof:
 	cd integration && COORD_PROOF=full go test -count=1 -timeout=60m -run '^TestProof'
+
+# Whole clusters in fake time, each from a seed: see docs/simulation.md.
+SEEDS = 1000
+FROM = 1
+simulate:
+	cd integration/sim && go test -count=1 -timeout=0 -v -run '^TestSimulation$$' . -seeds=$(SEEDS) -from=$(FROM)
+
+# Whether the simulation finds seeded bugs, each by random seeds.
+BUGS = all
+bugs:
+	cd integration/sim && go test -count=1 -timeout=0 -v -run '^TestBugs$$' . -bugs=$(BUGS)
 
 # Writes BENCHMARKS.md and its pictures.
 figures:

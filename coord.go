@@ -256,7 +256,24 @@ func wrap(what string, err error) error {
 	if err == nil {
 		return nil
 	}
-	return fmt.Errorf("coord: %s: %w", what, err)
+	return &failure{what, part(err)}
+}
+
+// failure is the error of an operation.
+type failure struct {
+	what string
+	err  error
+}
+
+func (f *failure) Error() string { return "coord: " + f.what + ": " + f.err.Error() }
+func (f *failure) Unwrap() error { return f.err }
+
+// part returns the error of an operation that is part of another: "coord:" is said once.
+func part(err error) error {
+	if f, ok := err.(*failure); ok {
+		return fmt.Errorf("%s: %w", f.what, f.err)
+	}
+	return err
 }
 
 const (

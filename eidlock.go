@@ -558,6 +558,27 @@ func (l *EIDLocker) Lost(anchor string) <-chan struct{} {
 	return nil
 }
 
+// Fence returns the token of the locks of anchor, larger than that of any earlier set with
+// one of these ids; 0 if it has none.
+func (l *EIDLocker) Fence(anchor string) int64 {
+	if s := l.set(anchor); s != nil {
+		return s.fence
+	}
+	return 0
+}
+
+// Context returns a child of parent that ends with the locks of anchor too: its cause is
+// [ErrLost] once they are lost, and then or if anchor has none it has ended when Context
+// returns. The cancel function must be called as that of [context.WithCancel].
+func (l *EIDLocker) Context(parent context.Context, anchor string) (context.Context, context.CancelFunc) {
+	if s := l.set(anchor); s != nil {
+		return s.keeper.context(parent)
+	}
+	ctx, cancel := context.WithCancelCause(parent)
+	cancel(ErrLost)
+	return ctx, func() {}
+}
+
 // Close releases the locks of every anchor, in at most 5 s. Calls that wait end
 // with [ErrClosed]. It returns nil and may be called again.
 func (l *EIDLocker) Close() error {

@@ -3,7 +3,9 @@ package coord
 import (
 	"context"
 	"errors"
+	"maps"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"time"
 )
@@ -50,6 +52,7 @@ type keeper struct {
 	hold
 	pace
 	leave func() // its batch
+	place int    // among those of its batch, by age
 
 	mu       sync.Mutex
 	deadline time.Time // zero if it does not expire
@@ -131,6 +134,7 @@ type batch[T any] struct {
 	send func(ctx context.Context, patience time.Duration, all []T, answer answer) error
 
 	mu     sync.Mutex
+	kept   int // so far
 	held   map[*keeper]T
 	due    map[*keeper]time.Time
 	timer  *time.Timer // nil before the first
@@ -190,6 +194,8 @@ func (b *batch[T]) keep(what T, h hold, deadline time.Time, p pace) *keeper {
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	b.kept++
+	k.place = b.kept
 	b.held[k], b.due[k] = what, k.next(began, false)
 	if b.flight == nil && (b.timer == nil || b.due[k].Before(b.at)) {
 		b.wakeAt(b.due[k])
@@ -265,8 +271,8 @@ func (b *batch[T]) collect() (keepers []*keeper, all []T, f *flight) {
 	}
 	f = &flight{patience: b.most, over: make(chan struct{})}
 	now, first := time.Now(), time.Time{}
-	for k, what := range b.held {
-		switch {
+	for _, k := range slices.SortedFunc(maps.Keys(b.held), func(x, y *keeper) int { return x.place - y.place }) { // The same each time, to be read in a log.
+		switch what := b.held[k]; {
 		case k.isOver():
 			delete(b.held, k)
 			delete(b.due, k)

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"sync"
 	"time"
@@ -166,10 +167,12 @@ func (c *Coord) run(ctx context.Context, cfg PartitionConfig, fn func(context.Co
 	switch {
 	case r.panicked != "":
 		panic(r.panicked)
-	case err != nil && (errors.Is(err, ErrClosed) || !r.joined): // It failed to leave for the same reason.
+	case err == nil:
+		return left
+	case left == nil, errors.Is(err, ErrClosed), !r.joined: // Or it failed to leave for the same reason.
 		return err
 	}
-	return errors.Join(err, left)
+	return fmt.Errorf("%w; %w", part(err), part(left))
 }
 
 // roll is which groups this process runs, under which memberships. A member may run

@@ -310,7 +310,8 @@ func (c *Coord) connect(ctx context.Context, ping bool) (*sql.Conn, error) {
 		return conn, err
 	}
 	if err := conn.PingContext(ctx); err != nil {
-		return nil, errors.Join(err, discard(conn))
+		_ = discard(conn) // Its error would repeat that the connection is broken.
+		return nil, err
 	}
 	return conn, nil
 }

@@ -1,0 +1,3 @@
+//go:build exact
+
+// A function without a body needs an assembly file in its package.
