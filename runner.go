@@ -214,12 +214,14 @@ func (r *runner) leave(ctx context.Context) error {
 		return nil
 	}
 	r.c.roll.giveUp(r.member, r.cfg.Group)
-	err := r.c.roll.write(ctx, r.member, func(groups []string) error {
-		if len(groups) > 0 {
-			return r.beatFor(ctx, groups)
-		}
-		return r.c.members.Leave(ctx, r.cfg.Service, r.cfg.Node)
-	})
+	_, err := await(ctx, r.c, func() (struct{}, error) { // A heartbeat in flight would outlast ctx.
+		return struct{}{}, r.c.roll.write(ctx, r.member, func(groups []string) error {
+			if len(groups) > 0 {
+				return r.beatFor(ctx, groups)
+			}
+			return r.c.members.Leave(ctx, r.cfg.Service, r.cfg.Node)
+		})
+	}, nil)
 	r.left = err == nil
 	return err
 }

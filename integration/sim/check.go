@@ -61,8 +61,8 @@ func (w *world) lost(h *hold) {
 		return
 	}
 	h.end()
-	if u := h.user; w.steady(w.ttl) && w.slow <= 1 && !w.skewed && !u.closed && !u.crashed {
-		w.fail("%s lost %s, and nothing had been disturbed for %v", u.id, h.name, w.now().Sub(w.disturbed))
+	if u := h.user; w.calm(lightly, w.ttl) && w.weight[slowly] <= 1 && !w.skewed && !u.closed && !u.crashed {
+		w.fail("%s lost %s, and nothing had been disturbed for %v", u.id, h.name, w.now().Sub(w.since(slowly)))
 	}
 }
 
@@ -103,8 +103,8 @@ func (w *world) monitor(stop <-chan struct{}) {
 	}
 }
 
-// since returns for how long something has been so.
-func (w *world) since(idle map[string]time.Time, name string, so bool) time.Duration {
+// lasts returns for how long something has been so.
+func (w *world) lasts(idle map[string]time.Time, name string, so bool) time.Duration {
 	switch from, known := idle[name]; {
 	case !so:
 		delete(idle, name)
@@ -126,8 +126,8 @@ func (w *world) checkPartitions(idle map[string]time.Time) {
 		for i := range g.partitions {
 			name := workName(g, i)
 			bound := w.ttl + w.ttl/3 + 2*time.Second
-			if d := w.since(idle, name, runs && w.holds[name] == nil && w.working[name] == 0); d > bound && w.calm(bound) {
-				w.fail("nobody works on %s for %v, and nothing was disturbed for %v", name, d, w.now().Sub(w.disturbed))
+			if d := w.lasts(idle, name, runs && w.holds[name] == nil && w.working[name] == 0); d > bound && w.calm(slowly, bound) {
+				w.fail("nobody works on %s for %v, and nothing was disturbed for %v", name, d, w.now().Sub(w.since(slowly)))
 				idle[name] = w.now()
 			}
 		}
@@ -136,9 +136,15 @@ func (w *world) checkPartitions(idle map[string]time.Time) {
 
 // checkWaiting: what nobody holds is granted to somebody who waits.
 func (w *world) checkWaiting() {
-	bound := w.ttl + 2*w.timeout + 2*time.Second
+	bound := 2*w.timeout + 2*time.Second
+	if !w.calm(slowly, w.ttl+bound) { // What a fault has left has expired then.
+		return
+	}
 	for _, x := range w.waiting {
 		since := x.since
+		if calm := w.since(slowly).Add(w.ttl); calm.After(since) {
+			since = calm
+		}
 		for _, name := range x.names {
 			if w.holds[name] != nil {
 				since = w.now()
@@ -147,8 +153,8 @@ func (w *world) checkWaiting() {
 				since = freed
 			}
 		}
-		if d := w.now().Sub(since); d > bound && w.calm(bound) {
-			w.fail("%s is free and waited for since %v, and nothing was disturbed for %v", strings.Join(x.names, " "), d, w.now().Sub(w.disturbed))
+		if d := w.now().Sub(since); d > bound {
+			w.fail("%s is free and waited for since %v, and nothing was disturbed for %v", strings.Join(x.names, " "), d, w.now().Sub(w.since(slowly)))
 			x.since = w.now()
 		}
 	}
@@ -161,9 +167,9 @@ var liveRows = []struct{ table, text string }{
 	{"coord_lease", "SELECT CASE group_name WHEN 'by hand' THEN 'lease/' || partition ELSE 'run/' || group_name || '/' || partition END, epoch, expires_at FROM coord_lease WHERE expires_at > ?1"},
 }
 
-// checkRows: a row that was granted or renewed while all was calm is somebody's, or is soon released.
+// checkRows: a row that was granted or renewed while all was well, or almost, is somebody's, or is soon released.
 func (w *world) checkRows() {
-	if !w.calm(w.timeout) {
+	if !w.calm(heavily, w.timeout) {
 		clear(w.unheld)
 		return
 	}
@@ -176,7 +182,7 @@ func (w *world) checkRows() {
 		w.must(got, err)
 		for _, row := range got.rows {
 			name, token, expires := row[0].(string), row[1].(int64), time.UnixMicro(row[2].(int64))
-			if h := w.holds[name]; h != nil && h.token == token || w.working[name] > 0 || !expires.Add(-w.ttl).After(w.disturbed.Add(w.timeout)) {
+			if h := w.holds[name]; h != nil && h.token == token || w.working[name] > 0 || !expires.Add(-w.ttl).After(w.since(heavily).Add(w.timeout)) {
 				continue
 			}
 			id := fmt.Sprint(name, " ", token)
@@ -233,7 +239,7 @@ func (w *world) checkOrphans() {
 
 // checkConnections: what a process borrowed it has given back, but for calls that hang.
 func (p *process) checkConnections() {
-	if n := p.db.Stats().InUse; n > 0 && (p.flying == 0 || p.hanging == 0 && p.w.calm(p.w.timeout)) {
+	if n := p.db.Stats().InUse; n > 0 && (p.flying == 0 || p.hanging == 0 && p.w.calm(slowly, p.w.timeout)) {
 		p.w.fail("%s: %d connections are in use after Close, %d calls of the driver in flight", p.name, n, p.flying)
 	}
 }

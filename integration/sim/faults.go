@@ -107,11 +107,7 @@ func (p *process) outcome(op op) outcome {
 		}
 		if f.meet(p, op, &o) {
 			o.met = true
-			if f.kind == slow {
-				w.met_++
-			} else {
-				w.met(p, o)
-			}
+			w.met(p, f, o)
 			if o.errBefore != nil || o.errAfter != nil {
 				break
 			}

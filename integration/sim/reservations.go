@@ -164,7 +164,7 @@ func (u *user) releaseKey(name string, k *key) {
 			u.check("release key", err)
 			time.Sleep(100 * time.Millisecond)
 			continue
-		case !freed && u.w.calm(u.w.timeout):
+		case !freed && u.w.calm(slowly, u.w.timeout):
 			u.w.fail("%s: Release of %s at %d by %s, which had confirmed it at %d, answers false", u.id, name, version, owner, k.version)
 		}
 		if k.owner == owner && k.version < version { // Else it was confirmed again meanwhile.

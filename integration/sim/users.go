@@ -408,9 +408,7 @@ func (u *user) runGroup() {
 	})
 	done()
 	u.check("run", err)
-	if err != nil && ctx.Err() == nil && !u.closed && !u.crashed {
-		u.w.note("%s: the run of %s ended: %v", u.id, g.name, err)
-	}
+	u.w.note("%s: the run of %s ended: %v", u.id, g.name, err)
 }
 
 func workName(g group, partition int) string { return fmt.Sprintf("run/%s/%d", g.name, partition) }

@@ -101,9 +101,8 @@ type world struct {
 	done    sync.WaitGroup // of the nodes
 	closing sync.WaitGroup // of the pools
 
-	disturbed   time.Time // when something was last disturbed by a fault that is not slow alone
-	slow        int       // slow faults that are active
-	slowed      time.Time // when the last one ended
+	weight      [3]int       // how many faults are active, by weight
+	disturbed   [3]time.Time // until when something was not well, by the weight of the fault
 	holds       map[string]*hold
 	tokens      map[string]int64     // the largest by name
 	freed       map[string]time.Time // when it was held last
@@ -129,7 +128,7 @@ func newWorld(p *plan, verbose bool) (*world, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &world{plan: p, srv: srv, began: time.Now(), over: make(chan struct{}), disturbed: time.Now(), holds: map[string]*hold{}, tokens: map[string]int64{},
+	return &world{plan: p, srv: srv, began: time.Now(), over: make(chan struct{}), holds: map[string]*hold{}, tokens: map[string]int64{},
 		freed: map[string]time.Time{}, keys: map[string]*key{}, asked: map[string][]time.Time{}, unheld: map[string]time.Time{}, working: map[string]int{}, hash: 14695981039346656037, verbose: verbose}, nil
 }
 
@@ -183,21 +182,15 @@ func (w *world) inject(f *fault) {
 		return
 	}
 	w.note("begins: %v", f)
-	if f.kind == slow {
-		w.slow++
-	} else {
-		w.disturb(w.now())
-	}
+	w.weight[f.weight()]++
+	w.disturb(f, w.now())
 	w.active = append(w.active, f)
 	end := f.begin(w)
 	time.Sleep(f.length)
 	w.active = slices.DeleteFunc(slices.Clone(w.active), func(g *fault) bool { return g == f })
 	end()
-	if f.kind == slow {
-		w.slow, w.slowed = w.slow-1, w.now()
-	} else {
-		w.disturb(w.now())
-	}
+	w.weight[f.weight()]--
+	w.disturb(f, w.now())
 	w.note("ends: %v", f)
 }
 
@@ -248,33 +241,57 @@ func (w *world) lock() (end func()) {
 
 func (w *world) restartError() error { return sqlError("57P01") }
 
+// The weights of faults.
+const (
+	slowly  = iota // the database takes up to 60 % of the Timeout
+	lightly        // a call in a hundred fails: one more try is enough
+	heavily
+)
+
+func (f *fault) weight() int {
+	switch {
+	case f.kind == slow:
+		return slowly
+	case (f.kind == failing || f.kind == badConn || f.kind == lost) && f.chance <= 0.01:
+		return lightly
+	}
+	return heavily
+}
+
 // met notes that a call met a fault. All may take a Timeout to be well again, or until the call returns if there may
 // be no other connection.
-func (w *world) met(p *process, o outcome) {
+func (w *world) met(p *process, f *fault, o outcome) {
 	w.met_++
 	most := w.timeout
 	if p.pool > 0 {
 		most = w.length
 	}
-	w.disturb(w.now().Add(min(o.before+o.after, most)))
+	w.disturb(f, w.now().Add(min(o.before+o.after, most)))
 }
 
 // disturb notes that something is not well until a time.
-func (w *world) disturb(until time.Time) {
-	if until.After(w.disturbed) {
-		w.disturbed = until
+func (w *world) disturb(f *fault, until time.Time) {
+	if i := f.weight(); until.After(w.disturbed[i]) {
+		w.disturbed[i] = until
 	}
 }
 
-// calm reports whether nothing has been disturbed for so long.
-func (w *world) calm(d time.Duration) bool {
-	return w.slow == 0 && w.now().Sub(w.slowed) > d && w.steady(d)
+// since returns when all was well again, but for faults of less weight; now, if it is not yet.
+func (w *world) since(weight int) time.Time {
+	at := w.srv.stalled()
+	for i := weight; i <= heavily; i++ {
+		if w.weight[i] > 0 {
+			return w.now()
+		}
+		if w.disturbed[i].After(at) {
+			at = w.disturbed[i]
+		}
+	}
+	return at
 }
 
-// steady is calm, except that the database may be slow, by no more than 60 % of the Timeout.
-func (w *world) steady(d time.Duration) bool {
-	return w.slow == len(w.active) && w.now().Sub(w.disturbed) > d && w.now().Sub(w.srv.stalled()) > d
-}
+// calm reports whether nothing has been disturbed for so long, but for faults of less weight.
+func (w *world) calm(weight int, d time.Duration) bool { return w.now().Sub(w.since(weight)) > d }
 
 // event is part of the history, whose hash tells one run from another.
 func (w *world) event(c *conn, what, name string, args []driver.NamedValue, got *rows, err error) {
