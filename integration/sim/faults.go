@@ -27,11 +27,12 @@ const (
 	clock                 // a node's clock is off
 	crash                 // a node sends nothing more; another process takes its place
 	stop                  // a node stops in order, and starts again
+	fading                // replies come later and later, then nothing gets through
 	kinds
 )
 
 var kindNames = [kinds]string{"slow", "failing", "badConn", "lost", "hang", "dialing", "partition", "readOnly", "full", "diskFull", "restart",
-	"cut", "locked", "clock", "crash", "stop"}
+	"cut", "locked", "clock", "crash", "stop", "fading"}
 
 // fault is one fault of a plan.
 type fault struct {
@@ -126,8 +127,8 @@ func (f *fault) meet(p *process, op op, o *outcome) bool {
 	}
 	switch f.kind {
 	case slow:
-		o.before += time.Duration(f.rng.Int64N(int64(f.delay)) + 1)
-		o.after += time.Duration(f.rng.Int64N(int64(f.delay)) + 1)
+		o.before += within(f.rng, f.delay*3/4, f.delay)
+		o.after += within(f.rng, f.delay*3/4, f.delay)
 	case failing:
 		f.error(o, f.state, op == opDial || f.state.ends())
 	case badConn:
@@ -154,13 +155,19 @@ func (f *fault) meet(p *process, op op, o *outcome) bool {
 		if f.after { // What was sent arrives in the end.
 			o.errBefore = nil
 		}
+	case fading:
+		if left := p.w.began.Add(f.from + f.length).Sub(p.w.now()); left < f.length*2/3 {
+			o.before, o.errBefore, o.breaks = o.before+left, errBroken, true
+		} else {
+			o.after += within(f.rng, f.delay/2, f.delay)
+		}
 	case readOnly:
-		if op != opWrite {
+		if op != opWrite && op != opCreate {
 			return false
 		}
 		o.errBefore = sqlError("25006")
 	case diskFull:
-		if op != opWrite && op != opCommit {
+		if op != opWrite && op != opCreate && op != opCommit {
 			return false
 		}
 		o.errBefore = sqlError("53100")
@@ -205,7 +212,11 @@ func newFaults(rng *rand.Rand, p *plan) (faults []*fault) {
 		switch f.kind {
 		case slow:
 			f.delay = within(rng, 10*time.Millisecond, p.timeout*3/10) // 60 % of the Timeout in all
+			f.length = min(3*f.length, p.length-p.quiet()-f.from)
 			f.deaf, f.late, f.after = false, false, false
+		case fading:
+			f.delay = p.timeout * 9 / 10
+			f.length = min(max(f.length, 3*p.ttl), p.length-p.quiet()-f.from)
 		case failing, badConn, lost:
 			f.chance = []float64{1, 0.3, 0.05, 0.01}[rng.IntN(4)]
 			f.state = states[rng.IntN(len(states))]
@@ -226,6 +237,9 @@ func newFaults(rng *rand.Rand, p *plan) (faults []*fault) {
 			f.length = within(rng, 10*time.Millisecond, 2*p.timeout)
 		}
 		faults = append(faults, f)
+	}
+	if rng.IntN(4) == 0 { // A network that loses something now and then, all the time.
+		faults = append(faults, &fault{kind: lost, node: -1, length: p.length - p.quiet(), chance: 0.01, after: rng.IntN(2) == 0, rng: rand.New(rand.NewPCG(rng.Uint64(), 0))})
 	}
 	return faults
 }

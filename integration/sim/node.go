@@ -34,6 +34,7 @@ type process struct {
 	conns   []*conn
 	flying  int // calls of the driver
 	hanging int // those of them that have met a fault
+	failed  int // acquisitions without an answer, one after the other
 
 	db    *sql.DB
 	c     *coord.Coord
@@ -71,8 +72,12 @@ func (n *node) start() {
 	if rng.IntN(2) == 0 {
 		p.db.SetMaxIdleConns(cfg.pool)
 	}
+	owner := p.name
+	if w.alike {
+		owner = "the same"
+	}
 	var err error
-	p.c, err = coord.New(p.db, dialect{coord.SQLite}, coord.Config{Owner: p.name, Timeout: w.timeout, NoPrepare: cfg.noPrepare,
+	p.c, err = coord.New(p.db, dialect{coord.SQLite}, coord.Config{Owner: owner, Timeout: w.timeout, NoPrepare: cfg.noPrepare,
 		Clock: func() time.Time { return time.Now().Add(n.offset) }, Logger: slog.New(logger{p: p})})
 	w.possible(err)
 	d, err := p.c.TableDriver(coord.DriverConfig{})

@@ -2,6 +2,7 @@ package sim
 
 import (
 	"context"
+	"database/sql/driver"
 	"errors"
 	"fmt"
 	"time"
@@ -16,7 +17,8 @@ type key struct {
 	owner    string // who has confirmed it, "" if nobody
 	version  int64  // at which
 	hold     *hold
-	busy     bool // somebody changes it
+	busy     bool // somebody releases it
+	asking   int  // who reserves it
 	unsure   bool // a reply was lost for good
 	released map[string]int64
 	events   []keyEvent // that were acknowledged
@@ -75,11 +77,19 @@ func (u *user) reserveKey(name string, k *key) {
 	ctx, cancel := u.context()
 	defer cancel()
 	hold := fmt.Sprint("h", u.n)
+	full := "key/" + name
+	free := k.owner == "" && !k.unsure && k.asking == 0 && u.w.holds[full] == nil && time.Since(u.w.freed[full]) > u.w.ttl+u.w.timeout
 	sent := u.w.now()
+	k.asking++
 	done := u.expectAfter(ctx, "Reserve", 0)
 	_, err := u.c.Reservations().Reserve(ctx, scope, name, ref(u.id), hold, u.w.ttl)
 	done()
+	k.asking--
 	u.check("reserve", err)
+	u.answered(err)
+	if free && errors.Is(err, coord.ErrHeld) && k.asking == 0 && u.w.freed[full].Before(sent) && u.w.calm(lightly, u.w.ttl+u.w.timeout) && !u.w.skewed {
+		u.w.fail("%s: Reserve of %s, which has been free since %v: %v", u.id, name, u.w.freed[full].Sub(u.w.began), err)
+	}
 	if err != nil || k.owner == u.id {
 		return
 	}
@@ -92,6 +102,18 @@ func (u *user) reserveKey(name string, k *key) {
 	u.work(u.life, 2*time.Second)
 	if u.crashed {
 		return
+	}
+	if u.chance(4) { // A second hold outlives the first.
+		sent := u.w.now()
+		if _, err := u.c.Reservations().Reserve(u.life, scope, name, ref(u.id), hold+"b", u.w.ttl); err == nil && !h.over {
+			expiry.Reset(max(u.w.ttl-u.w.ttl/10-u.w.now().Sub(sent), 0))
+			_, _ = u.c.Reservations().Abandon(u.life, scope, name, ref(u.id), hold)
+			hold += "b"
+			u.work(u.life, 2*time.Second)
+		}
+		if u.crashed {
+			return
+		}
 	}
 	if u.chance(3) {
 		h.end()
@@ -130,7 +152,7 @@ func (u *user) confirmKey(name string, k *key, h *hold, expiry *time.Timer) {
 			if h.over { // Its hold had expired, and the key was free.
 				h = u.w.grant("key/"+name, u, u.w.tokens["key/"+name]+1, 0)
 			}
-			k.owner, k.version, k.hold, k.unsure = u.id, version, h, false
+			k.owner, k.version, k.hold = u.id, version, h
 			k.events = append(k.events, keyEvent{u.id, false, version})
 		case coord.ConfirmTaken:
 			if !h.over && !u.w.skewed {
@@ -164,7 +186,7 @@ func (u *user) releaseKey(name string, k *key) {
 			u.check("release key", err)
 			time.Sleep(100 * time.Millisecond)
 			continue
-		case !freed && u.w.calm(slowly, u.w.timeout):
+		case !freed && u.w.calm(lightly, u.w.timeout):
 			u.w.fail("%s: Release of %s at %d by %s, which had confirmed it at %d, answers false", u.id, name, version, owner, k.version)
 		}
 		if k.owner == owner && k.version < version { // Else it was confirmed again meanwhile.
@@ -182,8 +204,10 @@ func (w *world) checkKeys() {
 		if k.unsure || !w.srv.has("coord_reservation__sim__thing") {
 			continue
 		}
-		got, err := w.srv.exec(fmt.Sprintf("SELECT * FROM coord_reservation__sim__thing WHERE key = '%s'", name), nil)
+		got, err := w.srv.exec("SELECT owner_id FROM coord_reservation__sim__thing WHERE key = ?1 AND confirmed", []driver.NamedValue{{Value: name}})
 		w.must(got, err)
-		w.note("key %s, owner %q: %v %v", name, k.owner, got.columns, got.rows)
+		if len(got.rows) == 0 && k.owner != "" || len(got.rows) == 1 && got.rows[0][0] != k.owner {
+			w.fail("key %s is confirmed by %q, and the table says %v", name, k.owner, got.rows)
+		}
 	}
 }

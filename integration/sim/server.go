@@ -232,8 +232,11 @@ func (s *server) op(text string) op {
 	}
 	kind := opRead
 	for _, word := range strings.Fields(strings.ToUpper(essence(text))) {
-		if word == "INSERT" || word == "UPDATE" || word == "DELETE" || word == "CREATE" {
-			kind = opWrite
+		switch word {
+		case "CREATE":
+			kind = opCreate
+		case "INSERT", "UPDATE", "DELETE":
+			kind = max(kind, opWrite)
 		}
 	}
 	s.ops[text] = kind

@@ -4,7 +4,6 @@ import (
 	"flag"
 	"fmt"
 	"math/rand/v2"
-	"os"
 	"strings"
 	"testing"
 	"time"
@@ -13,7 +12,7 @@ import (
 var (
 	seeds    = flag.Int("seeds", 0, "how many seeds; 0 is as many as -for allows")
 	from     = flag.Uint64("from", 0, "the first seed; 0 is a new one each time")
-	span     = flag.Duration("for", 10*time.Second, "how long to go on with new seeds")
+	span     = flag.Duration("for", 5*time.Second, "how long to go on with new seeds")
 	without  = flag.String("without", "", "numbers of the faults to leave out, with commas")
 	timeline = flag.Bool("timeline", false, "print the timeline")
 	bugs     = flag.String("bugs", "", "names of the seeded bugs to find, with commas, or all")
@@ -38,9 +37,6 @@ func skipExact(t *testing.T) {
 // TestSimulation runs the seeds that have failed once, and then others.
 func TestSimulation(t *testing.T) {
 	skipExact(t)
-	if os.Getenv("CI") != "" {
-		*span = time.Minute
-	}
 	s := newSimulator(t, nil)
 	var total totals
 	began := time.Now()

@@ -2,7 +2,6 @@ package sim
 
 import (
 	"bufio"
-	"bytes"
 	"encoding/json"
 	"fmt"
 	"os"
@@ -66,7 +65,7 @@ func simulate(t *testing.T, seed uint64, without []int, verbose bool) (r result,
 			t.Fatal(err)
 		}
 		w.run()
-		r.Statements, r.Met, r.Late, r.Hash, r.Wrong, lines = w.statements, w.met_, w.late, w.hash, w.wrong, w.lines
+		r.Statements, r.Met, r.Late, r.Hash, r.Wrong, lines = w.statements, w.meetings, w.late, w.hash, w.wrong, w.lines
 		r.Seconds = w.now().Sub(w.began).Seconds()
 	})
 	return r, lines
@@ -121,7 +120,7 @@ func (s *simulator) run(from uint64, seeds int, each func(result) bool, flags ..
 	args := append([]string{"-test.run=^TestWorlds$", "-test.timeout=0", fmt.Sprint("-from=", from), fmt.Sprint("-seeds=", seeds)}, flags...)
 	cmd := exec.Command(s.program, args...)
 	cmd.Env = append(os.Environ(), "GOMAXPROCS=1")
-	var output bytes.Buffer
+	var output head
 	cmd.Stderr = &output
 	out, err := cmd.StdoutPipe()
 	if err == nil {
@@ -139,10 +138,9 @@ func (s *simulator) run(from uint64, seeds int, each func(result) bool, flags ..
 	for goes && lines.Scan() {
 		var r result
 		if json.Unmarshal(lines.Bytes(), &r) != nil || r.Nodes == 0 {
-			output.Write(append(lines.Bytes(), '\n'))
+			_, _ = output.Write(append(lines.Bytes(), '\n'))
 			continue
 		}
-		output.Reset()
 		late.Reset(hung)
 		next = r.Seed + 1
 		goes = each(r)
@@ -153,9 +151,21 @@ func (s *simulator) run(from uint64, seeds int, each func(result) bool, flags ..
 	}
 	err = cmd.Wait()
 	if goes && next < from+uint64(seeds) { // It hung, or has crashed.
-		text := output.String()
-		each(result{Seed: next, Wrong: []string{fmt.Sprintf("the world has not ended: %v\n%s", err, text[:min(len(text), 4000)])}})
+		each(result{Seed: next, Wrong: []string{fmt.Sprintf("the world has not ended: %v\n%s", err, output.text)}})
 	}
+}
+
+// head is the beginning of what a program prints, a few kilobytes.
+type head struct {
+	mu   sync.Mutex
+	text []byte
+}
+
+func (t *head) Write(p []byte) (int, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.text = append(t.text, p[:min(len(p), 4096-len(t.text))]...)
+	return len(p), nil
 }
 
 // world runs one seed.

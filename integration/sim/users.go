@@ -32,7 +32,6 @@ var userKinds = []struct {
 	{"lease", (*user).takeLease},
 	{"reservation", (*user).reserve},
 	{"run", (*user).runGroup},
-	{"run", (*user).runGroup},
 	{"read", (*user).read},
 }
 
@@ -71,7 +70,11 @@ func (u *user) chance(n int) bool { return u.rng.IntN(n) == 0 }
 
 // context returns a context as callers have them: with deadlines short and long, cancelled at any moment, or over before.
 func (u *user) context() (context.Context, context.CancelFunc) {
-	ctx, cancel := context.WithTimeout(u.life, within(u.rng, 0, []time.Duration{20 * time.Millisecond, time.Second, 10 * time.Second, time.Minute}[u.rng.IntN(4)]))
+	most := []time.Duration{20 * time.Millisecond, time.Second, 10 * time.Second, time.Minute}[u.rng.IntN(4)]
+	if u.w.hasty {
+		most = 100 * time.Millisecond
+	}
+	ctx, cancel := context.WithTimeout(u.life, within(u.rng, 0, most))
 	if u.chance(3) {
 		ctx, cancelled := context.WithCancel(ctx)
 		timer := time.AfterFunc(within(u.rng, 0, 2*time.Second), cancelled)
@@ -94,6 +97,18 @@ func (u *user) releasing() context.Context {
 func (u *user) check(what string, err error) {
 	if err != nil && strings.Count(err.Error(), "coord:") != strings.Count(err.Error(), "\n")+1 && !u.crashed { // Joined errors have a line each.
 		u.w.fail("%s: %s: not one coord: in %q", u.id, what, err)
+	}
+}
+
+// answered notes whether an acquisition was granted or refused. With short deadlines few are, but not none.
+func (u *user) answered(err error) {
+	switch {
+	case err == nil, errors.Is(err, coord.ErrHeld):
+		u.failed = 0
+	case u.w.hasty && u.w.calm(lightly, u.w.ttl) && !u.closed:
+		if u.failed++; u.failed%100 == 0 {
+			u.w.fail("%s: a hundred acquisitions, one after the other, got no answer, such as %v", u.id, err)
+		}
 	}
 }
 
@@ -127,6 +142,7 @@ func (u *user) tryLock(ctx context.Context, name string) {
 // locked holds a mutex for a while and unlocks it.
 func (u *user) locked(name string, lock *coord.Lock, err error, before int64) {
 	u.check("lock", err)
+	u.answered(err)
 	if err != nil {
 		return
 	}
@@ -282,6 +298,7 @@ func (u *user) acquireIDs(anchor string, ids []string) bool {
 	err := u.ids.AcquireLocks(ctx, anchor, ids...)
 	done()
 	u.check("acquire ids", err)
+	u.answered(err)
 	return err == nil && len(ids) > 0
 }
 
@@ -336,6 +353,7 @@ func (u *user) takeLease() {
 	lease, err := u.c.Leases().Acquire(ctx, "by hand", part, owner, u.w.ttl)
 	done()
 	u.check("acquire lease", err)
+	u.answered(err)
 	if err != nil {
 		return
 	}
@@ -430,6 +448,9 @@ func (u *user) runPartition(ctx context.Context, g group, lease coord.Lease) err
 		}
 		u.work(ctx, 10*time.Second)
 		switch {
+		case errors.Is(context.Cause(ctx), coord.ErrLost) && u.chance(4): // It goes on, as it should not.
+			u.work(context.Background(), 3*u.w.ttl)
+			return nil
 		case ctx.Err() != nil:
 			time.Sleep(within(u.rng, 0, u.finish()))
 			h.end()

@@ -23,6 +23,8 @@ type plan struct {
 	timeout time.Duration // Config.Timeout
 	ttl     time.Duration
 	skewed  bool          // clocks may be off by more than the contract allows
+	hasty   bool          // no caller waits for longer than 0.1 s, and tables take 0.2 s to make
+	alike   bool          // all processes have the same Config.Owner
 	names   int           // how many mutexes, ids, keys there are
 	purge   time.Duration // the least age that Purge is called with
 	groups  []group
@@ -58,6 +60,8 @@ func newPlan(seed uint64) *plan {
 	p.timeout = []time.Duration{time.Second, 2 * time.Second, 5 * time.Second}[rng.IntN(3)]
 	p.ttl = p.timeout * time.Duration(3+rng.IntN(4))
 	p.skewed = rng.IntN(10) == 0
+	p.hasty = rng.IntN(10) == 0
+	p.alike = rng.IntN(5) == 0
 	p.names = 1 + rng.IntN(4)
 	for i := range max(0, rng.IntN(4)-1) {
 		p.groups = append(p.groups, group{fmt.Sprint("g", i), []int{1, 3, 8, 20}[rng.IntN(4)]})
@@ -114,7 +118,7 @@ type world struct {
 	procs       []*process
 	connections int
 	statements  int
-	met_        int // calls that met a fault
+	meetings    int // calls that met a fault
 	late        int
 
 	hash    uint64
@@ -243,8 +247,8 @@ func (w *world) restartError() error { return sqlError("57P01") }
 
 // The weights of faults.
 const (
-	slowly  = iota // the database takes up to 60 % of the Timeout
-	lightly        // a call in a hundred fails: one more try is enough
+	lightly = iota // a call in a hundred fails: one more try is enough
+	slowly         // the database takes up to 60 % of the Timeout
 	heavily
 )
 
@@ -261,7 +265,7 @@ func (f *fault) weight() int {
 // met notes that a call met a fault. All may take a Timeout to be well again, or until the call returns if there may
 // be no other connection.
 func (w *world) met(p *process, f *fault, o outcome) {
-	w.met_++
+	w.meetings++
 	most := w.timeout
 	if p.pool > 0 {
 		most = w.length
